@@ -100,7 +100,10 @@ def _escape(char: str) -> str:
         return "\\\\"
     if code < 0x20 or code == 0x7F:
         return f"\\x{code:02x}"
-    if 0x80 <= code < 0xA0 or code in (0x2028, 0x2029):  # C1 controls and line separators, as their UTF-8 bytes
+    if 0x80 <= code < 0xA0 or code in (
+        0x2028,
+        0x2029,
+    ):  # C1 controls and line separators, as their UTF-8 bytes
         return "".join(f"\\x{b:02x}" for b in char.encode())
     return char
 

@@ -94,6 +94,15 @@ class Store(Protocol):
 class Upload(Protocol):
     """Bytes on their way in. A context manager: what is not committed is gone at its end."""
 
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        ...
+
+    def digest(self) -> Digest:
+        """sha256 of the bytes written so far."""
+        ...
+
     def write(self, data: Buffer) -> None: ...
 
     def commit(self, digest: Digest, size: int) -> None:

@@ -1,0 +1,106 @@
+"""Writes a new pack: raw blocks in, a seekable zstd blob out, with compression and hashing on all cores."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import zstandard
+
+from layerstore.digest import Digest
+from layerstore.pack.format import (
+    BLOCK_SIZE,
+    FRAME_SIZE,
+    SEEK_TABLE_MAGIC,
+    ChunkListHeader,
+    ChunkRecord,
+    FrameIndexHeader,
+    FrameRecord,
+    SeekEntry,
+    SeekFooter,
+    SkippableHeader,
+    skippable,
+)
+from layerstore.pack.stored import Span, StoredPack
+from layerstore.store.protocol import Upload
+
+DEFAULT_LEVEL = 3
+"""zstd level; see ``docs/measurements.md`` for what the others cost and save."""
+
+
+class PackWriter:
+    """Cuts what it is given into frames, and writes them in order to ``upload``.
+
+    Up to ``2 * jobs + 2`` frames are under way, so memory is a few MiB whatever the size. The pool's threads do what
+    releases the interpreter lock: sha256 and zstd.
+    """
+
+    def __init__(self, upload: Upload, pool: ThreadPoolExecutor, *, jobs: int, level: int = DEFAULT_LEVEL) -> None:
+        self._upload = upload
+        self._pool = pool
+        self._level = level
+        self._window = 2 * jobs + 2
+        self._buffer = bytearray()
+        self._under_way: deque[Future[tuple[bytes, bytes, int]]] = deque()
+        self._frames: list[FrameRecord] = []
+        self._seek: list[SeekEntry] = []
+        self._chunks = bytearray()
+        self._raw = hashlib.sha256()
+        self._raw_size = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks added so far: the address of the next chunk."""
+        return (self._raw_size + len(self._buffer)) // BLOCK_SIZE
+
+    def add(self, key: bytes, data: bytes) -> None:
+        """Append a chunk: whole blocks, and the sha256 of them."""
+        assert len(data) % BLOCK_SIZE == 0
+        self._chunks += ChunkRecord(key, len(data) // BLOCK_SIZE).pack()
+        self._buffer += data
+        while len(self._buffer) >= FRAME_SIZE:
+            self._submit(bytes(memoryview(self._buffer)[:FRAME_SIZE]))
+            del self._buffer[:FRAME_SIZE]
+
+    def finish(self) -> StoredPack:
+        """Write what is left and the indexes; the caller commits the upload under the digest that is returned."""
+        if self._buffer:
+            self._submit(bytes(self._buffer))
+            self._buffer.clear()
+        while self._under_way:
+            self._write_next()
+        chunk_count = len(self._chunks) // ChunkRecord.STRUCT.size
+        chunk_list = self._index(ChunkListHeader(chunk_count).pack() + bytes(self._chunks))
+        frame_index = self._index(
+            FrameIndexHeader(self._raw_size, len(self._frames)).pack() + b"".join(f.pack() for f in self._frames)
+        )
+        table = b"".join(entry.pack() for entry in self._seek) + SeekFooter(len(self._seek)).pack()
+        self._upload.write(skippable(table, SEEK_TABLE_MAGIC))
+        blob, blob_size = self._upload.digest(), self._upload.size
+        return StoredPack(Digest.from_raw(self._raw.digest()), self._raw_size, blob, blob_size, frame_index, chunk_list)
+
+    def _submit(self, raw: bytes) -> None:
+        self._raw_size += len(raw)
+        self._under_way.append(self._pool.submit(_frame, raw, self._level))
+        self._raw.update(raw)  # one chain, so it stays in this thread, while the pool works on the frame
+        if len(self._under_way) > self._window:
+            self._write_next()
+
+    def _write_next(self) -> None:
+        compressed, digest, raw_size = self._under_way.popleft().result()
+        raw_offset = self._frames[-1].raw_offset + self._seek[-1].raw if self._frames else 0
+        self._frames.append(FrameRecord(self._upload.size, raw_offset, digest))
+        self._seek.append(SeekEntry(len(compressed), raw_size))
+        self._upload.write(compressed)
+
+    def _index(self, content: bytes) -> Span:
+        offset = self._upload.size + SkippableHeader.STRUCT.size
+        self._upload.write(skippable(content))
+        return Span(offset, len(content), Digest.of(content))
+
+
+def _frame(raw: bytes, level: int) -> tuple[bytes, bytes, int]:
+    # A compressor may not be shared between threads; making one costs microseconds against milliseconds of work.
+    compressed = zstandard.ZstdCompressor(level=level, write_checksum=False).compress(raw)
+    return compressed, hashlib.sha256(raw).digest(), len(raw)
