@@ -24,7 +24,7 @@ _VERSION = re.compile(r"(?<![\d.])\d+(?:\.\d+)+")
 
 
 def need_tool(name: str, minimum: str | None = None) -> str:
-    """The path of the program ``name``, at least of release ``minimum`` (such as "1.8"). Or the test ends here."""
+    """The path of the program ``name``, at least of release ``minimum`` (such as "1.8"). Else the test ends."""
     path = find_tool(name)
     if path is None:
         lacking(f"{name} is not installed (scripts/setup test)")

@@ -1,0 +1,116 @@
+"""Root file systems and edits of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.images.layers import EPOCH
+
+SUITE = "bookworm"
+_STEP = 4096
+"""Bytes between two changes of :func:`perturb`: no chunk of a changed file stays what it was."""
+
+
+def debian(tree: Path, packages: Iterable[str], log: Path, *, variant: str = "minbase") -> None:
+    """Install Debian into ``tree``: the suite's ``variant`` as mmdebstrap names it, and ``packages``."""
+    command = ["mmdebstrap", f"--variant={variant}", f"--include={','.join(packages)}", "--format=directory"]
+    command += ["--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr", SUITE, str(tree), str(machine_sources())]
+    run(command, log, tries=2, remove=tree)
+    for name, content in (("hostname", "debian\n"), ("resolv.conf", "")):  # mmdebstrap copies the machine's
+        (tree / "etc" / name).unlink(missing_ok=True)
+        (tree / "etc" / name).write_text(content)
+    shutil.rmtree(tree / "dev", ignore_errors=True)
+    (tree / "dev").mkdir()
+
+
+def machine_sources() -> Path:
+    """Where the machine's own apt finds Debian, in either of apt's two notations."""
+    for path in (Path("/etc/apt/sources.list.d/debian.sources"), Path("/etc/apt/sources.list")):
+        if path.exists() and SUITE in path.read_text():
+            return path
+    raise SystemExit(f"the machine's apt has no source for {SUITE}")
+
+
+def pip_install(tree: Path, requirements: Iterable[str], log: Path, *, target: str, compiled: bool = False) -> None:
+    """Install wheels below ``target`` of ``tree`` as pip of Debian 12's Python would find them."""
+    directory = tree / target
+    with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
+        command = [sys.executable, "-m", "pip", "install", "--no-compile", "--only-binary=:all:"]
+        command += ["--python-version=3.11", f"--target={scratch}/site", *requirements]
+        run(command, log, tries=2)
+        if compiled:
+            run([sys.executable, "-m", "compileall", "-q", "-s", f"{scratch}/site", "-p", f"/{target}", f"{scratch}/site"], log)
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(f"{scratch}/site", directory, symlinks=True, dirs_exist_ok=True)
+
+
+def pip_sources(tree: Path, requirements: Iterable[str], log: Path) -> None:
+    """Unpack source distributions side by side into ``tree``."""
+    tree.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=tree) as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=:all:", f"--dest={scratch}"]
+        run([*command, *requirements], log, tries=2)
+        for archive in sorted(Path(scratch).iterdir()):
+            run(["tar", "--extract", "--no-same-owner", "-C", str(tree), "-f", str(archive)], log)
+
+
+@contextmanager
+def edit(tree: Path) -> Iterator[Path]:
+    """A copy of ``tree`` to change by replacing files; files that stay are shared with it."""
+    copy = Path(tempfile.mkdtemp(prefix=f"{tree.name}-", dir=tree.parent))
+    try:
+        subprocess.run(["cp", "-al", f"{tree}/.", str(copy)], check=True)
+        yield copy
+    finally:
+        shutil.rmtree(copy)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Give ``path`` new bytes and a new inode, with the old mode, owner and xattrs, and the time :data:`EPOCH`."""
+    partial = path.with_name(f".{path.name}.new")
+    partial.write_bytes(content)
+    shutil.copystat(path, partial)
+    status = path.stat()
+    os.chown(partial, status.st_uid, status.st_gid)
+    os.utime(partial, (EPOCH, EPOCH))
+    partial.rename(path)
+
+
+def perturb(tree: Path, names: Iterable[bytes], share: float) -> int:
+    """Change every chunk of some of the files ``names``, together ``share`` of their bytes; returns those bytes."""
+    files = [Path(os.fsdecode(os.path.join(os.fsencode(tree), name))) for name in names]
+    files = [file for file in files if not file.is_symlink() and file.is_file() and file.stat().st_size]
+    wanted = int(sum(file.stat().st_size for file in files) * share)
+    changed = 0
+    for file in sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.relative_to(tree))).digest()):
+        size = file.stat().st_size
+        if changed + size > wanted * 1.01:
+            continue
+        content = file.read_bytes()
+        mark = hashlib.sha256(content).hexdigest()[:16].encode() + b"\n"
+        replace(file, b"".join(mark + content[at : at + _STEP] for at in range(0, size, _STEP)))
+        changed += size
+        if changed >= wanted:
+            break
+    return changed
+
+
+def run(command: list[str], log: Path, *, tries: int = 1, remove: Path | None = None) -> None:
+    """Run a program with its output in ``log``; ``remove`` is what a failed try leaves behind."""
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(EPOCH), "DEBIAN_FRONTEND": "noninteractive"}
+    for _ in range(tries):
+        with log.open("ab") as stream:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment)
+        if done.returncode == 0:
+            return
+        if remove is not None:
+            shutil.rmtree(remove, ignore_errors=True)
+    raise SystemExit(f"{command[0]} failed (exit {done.returncode}), see {log}")

@@ -1,0 +1,42 @@
+"""Writing blobs and images to a store, always in the same order: pin, write, and the reference last."""
+
+from __future__ import annotations
+
+from layerstore.digest import Digest
+from layerstore.image import CONFIG_MEDIA_TYPE, Image
+from layerstore.oci.config import ImageConfig
+from layerstore.oci.descriptor import Descriptor
+from layerstore.store.protocol import Lease, WriteStore
+
+
+def publish_bytes(store: WriteStore, lease: Lease, data: bytes) -> Digest:
+    """Publish a small blob."""
+    digest = Digest.of(data)
+    lease.pin([digest])
+    with store.upload() as upload:
+        upload.write(data)
+        upload.commit(digest, len(data))
+    return digest
+
+
+def publish_config(store: WriteStore, lease: Lease, config: ImageConfig, diff_ids: list[Digest]) -> Descriptor:
+    """Publish a config with the rootfs of what we publish; everything else in it stays."""
+    data = config.with_rootfs(diff_ids, None, os_features=["erofs"])
+    return Descriptor(CONFIG_MEDIA_TYPE, publish_bytes(store, lease, data), len(data))
+
+
+def publish_image(
+    store: WriteStore, lease: Lease, image: Image, *, tag: str | None, expected: Descriptor | None
+) -> Descriptor:
+    """Publish the manifest of an image whose blobs are there, and point ``tag`` at it.
+
+    Raises:
+        ConflictError: ``tag`` is not ``expected`` any more, or a blob or the lease is gone.
+    """
+    lease.renew()
+    lease.pin(image.blobs)
+    target = image.descriptor()
+    publish_bytes(store, lease, image.manifest())
+    if tag is not None:
+        store.set_reference(tag, target, expected=expected, lease=lease, reaches=[target.digest, *image.blobs])
+    return target
