@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import zstandard
 
+from layerstore.content import same_content
 from layerstore.digest import Digest
 from layerstore.erofs.layout import HOLE, Chunked, Device, address
 from layerstore.erofs.writer import write_image
@@ -348,27 +349,6 @@ def _survey(tree: Directory) -> tuple[int, list[File]]:
             seen.add(id(inode))
             files.append(inode)
     return names, files
-
-
-def same_content(one: File, other: File) -> bool:
-    """Whether two files hold the same bytes; holes count as zeros."""
-    if one.size != other.size:
-        return False
-    for offset in range(0, one.size, _HASH_STEP):
-        length = min(_HASH_STEP, one.size - offset)
-        if read_range(one, offset, length) != read_range(other, offset, length):
-            return False
-    return True
-
-
-def read_range(file: File, offset: int, length: int) -> bytes:
-    """Bytes of a file, holes as zeros."""
-    data = bytearray(length)
-    for start, extent_length, source, at in file.extents:
-        low, high = max(start, offset), min(start + extent_length, offset + length)
-        if low < high:
-            data[low - offset : high - offset] = source.read_at(at + low - start, high - low)
-    return bytes(data)
 
 
 def _reuse(

@@ -31,19 +31,31 @@ def whole(tree: Path) -> Difference:
 
 
 def difference(lower: Path, upper: Path, opaque: Iterable[bytes] = ()) -> Difference:
-    """What turns ``lower`` into ``upper``; the directories ``opaque`` are stored in full behind an opaque mark."""
+    """What turns ``lower`` into ``upper``; the directories ``opaque`` are stored in full behind an opaque mark.
+
+    The parents of what changed are members too, as in the layers that docker and buildkit write.
+    """
     hidden = tuple(sorted(opaque))
+    before, after = list(walk(lower)), list(walk(upper))
+    known, kept = set(before), set(after)
+
+    def is_hidden(name: bytes) -> bool:
+        return any(_within(name, top) for top in hidden)
+
     members = [
         name
-        for name in walk(upper)
-        if any(_within(name, top) for top in hidden) or not _same(_join(lower, name), _join(upper, name))
+        for name in after
+        if is_hidden(name) or name not in known or not _same(_join(lower, name), _join(upper, name))
     ]
     removed: list[bytes] = []
-    for name in walk(lower):
-        gone_above = removed and _within(name, removed[-1])
-        if not gone_above and not any(_within(name, top) for top in hidden) and not _covered(upper, name):
-            removed.append(name)
-    return Difference(tuple(members), tuple(removed), hidden)
+    for name in before:
+        if name in kept or is_hidden(name) or (removed and _within(name, removed[-1])):
+            continue
+        parent = os.path.dirname(name)
+        if not parent or (parent in kept and stat.S_ISDIR(os.lstat(_join(upper, parent)).st_mode)):
+            removed.append(name)  # else something above it is no directory any more, and that says enough
+    touched = {parent for name in (*members, *removed) for parent in _parents(name)}
+    return Difference(tuple(sorted({*members, *touched}, key=lambda name: name.split(b"/"))), tuple(removed), hidden)
 
 
 def add_layer(layout: Layout, tree: Path, content: Difference, created_by: str) -> Layer:
@@ -89,26 +101,18 @@ def _within(name: bytes, top: bytes) -> bool:
     return name == top or name.startswith(top + b"/")
 
 
+def _parents(name: bytes) -> Iterator[bytes]:
+    while name := os.path.dirname(name):
+        yield name
+
+
 def _whiteout(name: bytes) -> bytes:
     parent, base = os.path.split(name)
     return os.path.join(parent, b".wh." + base)
 
 
-def _covered(upper: Path, name: bytes) -> bool:
-    """Whether the layer says of itself what becomes of ``name``: it is there, or lies below what is no directory."""
-    while not os.path.lexists(_join(upper, name)):
-        name = os.path.dirname(name)
-        if os.path.isdir(_join(upper, name)) and not os.path.islink(_join(upper, name)):
-            return False
-    return True
-
-
 def _same(lower: bytes, upper: bytes) -> bool:
-    try:
-        old = os.lstat(lower)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    new = os.lstat(upper)
+    old, new = os.lstat(lower), os.lstat(upper)
     if _attributes(old) != _attributes(new) or _xattrs(lower) != _xattrs(upper):
         return False
     if stat.S_ISLNK(new.st_mode):

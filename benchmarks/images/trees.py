@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.images.layers import EPOCH
+from benchmarks.images.layers import EPOCH, walk
 
 SUITE = "bookworm"
 _STEP = 4096
@@ -21,7 +21,8 @@ _STEP = 4096
 
 def debian(tree: Path, packages: Iterable[str], log: Path, *, variant: str = "minbase") -> None:
     """Install Debian into ``tree``: the suite's ``variant`` as mmdebstrap names it, and ``packages``."""
-    command = ["mmdebstrap", f"--variant={variant}", f"--include={','.join(packages)}", "--format=directory"]
+    command = ["mmdebstrap", f"--variant={variant}", "--format=directory"]
+    command += [f"--include={package}" for package in packages]
     command += ["--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr", SUITE, str(tree), str(machine_sources())]
     run(command, log, tries=2, remove=tree)
     for name, content in (("hostname", "debian\n"), ("resolv.conf", "")):  # mmdebstrap copies the machine's
@@ -45,11 +46,13 @@ def pip_install(tree: Path, requirements: Iterable[str], log: Path, *, target: s
     with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
         command = [sys.executable, "-m", "pip", "install", "--no-compile", "--only-binary=:all:"]
         command += ["--python-version=3.11", f"--target={scratch}/site", *requirements]
+        site = f"{scratch}/site"
         run(command, log, tries=2)
+        settle(Path(site))  # before compiling: a .pyc holds the time of its source
         if compiled:
-            run([sys.executable, "-m", "compileall", "-q", "-s", f"{scratch}/site", "-p", f"/{target}", f"{scratch}/site"], log)
+            run([sys.executable, "-m", "compileall", "-q", "-s", site, "-p", f"/{target}", site], log)
         directory.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(f"{scratch}/site", directory, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(site, directory, symlinks=True, dirs_exist_ok=True)
 
 
 def pip_sources(tree: Path, requirements: Iterable[str], log: Path) -> None:
@@ -60,6 +63,12 @@ def pip_sources(tree: Path, requirements: Iterable[str], log: Path) -> None:
         run([*command, *requirements], log, tries=2)
         for archive in sorted(Path(scratch).iterdir()):
             run(["tar", "--extract", "--no-same-owner", "-C", str(tree), "-f", str(archive)], log)
+
+
+def settle(tree: Path) -> None:
+    """Give everything below ``tree`` the time :data:`EPOCH`."""
+    for name in walk(tree):
+        os.utime(os.path.join(os.fsencode(tree), name), (EPOCH, EPOCH), follow_symlinks=False)
 
 
 @contextmanager
@@ -77,9 +86,9 @@ def replace(path: Path, content: bytes) -> None:
     """Give ``path`` new bytes and a new inode, with the old mode, owner and xattrs, and the time :data:`EPOCH`."""
     partial = path.with_name(f".{path.name}.new")
     partial.write_bytes(content)
-    shutil.copystat(path, partial)
     status = path.stat()
-    os.chown(partial, status.st_uid, status.st_gid)
+    os.chown(partial, status.st_uid, status.st_gid)  # before the xattrs: it would take a capability away
+    shutil.copystat(path, partial)
     os.utime(partial, (EPOCH, EPOCH))
     partial.rename(path)
 

@@ -174,6 +174,8 @@ def _texts(document: Mapping[str, object], name: str, what: str) -> tuple[str, .
     value = document.get(name)
     if value is None:
         return None
+    if isinstance(value, str) and name != "Env":
+        return (value,)  # Docker 1.x wrote one-word commands like this
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise MalformedError(f"{what}.{name} is not an array of strings")
     return tuple(value)

@@ -133,9 +133,13 @@ def kind_of(value: object) -> str:
 
 
 def shown(text: str, limit: int = 120) -> str:
-    """A string of a document for a message: printable, quoted, never long."""
-    name = printable(text.encode("utf-8", "replace"))
-    return f"'{name}'" if len(name) <= limit else f"'{name[:limit]}…'"
+    """A string from outside for a message: printable, quoted, never long."""
+    start = text[:limit]
+    try:
+        name = printable(start)
+    except UnicodeEncodeError:  # half of a surrogate pair, which no file name has
+        name = printable(start.encode("utf-8", "replace"))
+    return f"'{name}'" if len(text) <= limit else f"'{name}…'"
 
 
 def _refuse_constant(name: str) -> object:

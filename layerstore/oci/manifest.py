@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from layerstore.errors import MalformedError, UnsupportedError
+from layerstore.errors import MalformedError, NotFoundError, UnsupportedError
 from layerstore.oci import mediatype
 from layerstore.oci.descriptor import Descriptor, parse_annotations
 from layerstore.oci.document import MANIFEST_BYTES, parse, refuse_disguises, shown
@@ -46,11 +46,20 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
+class UnusableEntry:
+    """An entry of an index whose blob can't be verified here, and why."""
+
+    position: int
+    reason: str
+    annotations: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
     """Several images, or indexes again, for different platforms.
 
-    Entries that can't be verified here, for the algorithm of their digest, are no reason to refuse the others: they are
-    left out of ``manifests``, and ``unusable`` says why.
+    An entry that can't be verified here, for the algorithm of its digest, is no reason to refuse the others: it is in
+    ``unusable`` and not in ``manifests``.
     """
 
     media_type: str
@@ -59,7 +68,23 @@ class Index:
     subject: Descriptor | None = None
     artifact_type: str | None = None
     raw: bytes = b""
-    unusable: tuple[str, ...] = ()
+    unusable: tuple[UnusableEntry, ...] = ()
+
+    def at(self, position: int, what: str) -> Descriptor:
+        """The entry at a position of the document, from 0.
+
+        Raises:
+            NotFoundError: fewer entries.
+            UnsupportedError: it can't be verified here.
+        """
+        for entry in self.unusable:
+            if entry.position == position:
+                raise UnsupportedError(entry.reason)
+        before = sum(entry.position < position for entry in self.unusable)
+        if position - before >= len(self.manifests):
+            count = len(self.manifests) + len(self.unusable)
+            raise NotFoundError(f"{what} has {count} entries, and so none at position {position} (counted from 0)")
+        return self.manifests[position - before]
 
 
 def parse_document(
@@ -124,12 +149,14 @@ def _media_type(document: Mapping[str, object], hint: str | None, what: str) -> 
 def _index(document: dict[str, object], media_type: str, data: bytes, what: str) -> Index:
     validate("index", document, what)
     subject, artifact_type = _references(document, what)
-    manifests, unusable = [], []
+    manifests: list[Descriptor] = []
+    unusable: list[UnusableEntry] = []
     for number, item in enumerate(_items(document, "manifests")):
         try:
             manifests.append(Descriptor.parse(item, f"{what}: manifests[{number}]"))
         except UnsupportedError as error:
-            unusable.append(str(error))
+            annotations = parse_annotations(item.get("annotations"), what) if isinstance(item, dict) else {}
+            unusable.append(UnusableEntry(number, str(error), annotations))
     return Index(
         media_type=media_type,
         manifests=tuple(manifests),

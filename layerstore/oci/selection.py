@@ -15,6 +15,7 @@ from layerstore.errors import MalformedError, NotFoundError, UnsupportedError
 from layerstore.oci import mediatype
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.descriptor import Descriptor
+from layerstore.oci.document import shown
 from layerstore.oci.manifest import Index, Manifest, parse_document
 from layerstore.oci.platform import Platform, host
 
@@ -48,12 +49,13 @@ class _Search:
     unusable: list[str] = field(default_factory=list)
 
     def candidates(self, index: Index, depth: int) -> Iterator[Candidate]:
-        self.unusable.extend(index.unusable)
+        self.unusable.extend(entry.reason for entry in index.unusable)
         for descriptor in index.manifests:
-            if not is_image(descriptor):
-                continue
-            if descriptor.media_type not in mediatype.INDEXES:
-                yield Candidate(descriptor, self._platform(descriptor))
+            reason = refusal(descriptor)
+            if reason is not None:
+                self.unusable.append(reason)
+            elif descriptor.media_type not in mediatype.INDEXES:
+                yield from self._candidate(descriptor)
             elif descriptor.digest not in self.seen:
                 self.seen.add(descriptor.digest)
                 if depth == NESTING:
@@ -62,31 +64,38 @@ class _Search:
                 if isinstance(document, Index):
                     yield from self.candidates(document, depth + 1)
 
-    def _platform(self, descriptor: Descriptor) -> Platform | None:
-        """What the entry says, else its config: the platform of an entry is optional."""
+    def _candidate(self, descriptor: Descriptor) -> Iterator[Candidate]:
+        """With the platform of the entry, else of its config: the platform of an entry is optional."""
         stated = platform_of(descriptor)
         if stated is not None:
-            return stated
+            yield Candidate(descriptor, stated)
+            return
+        what = f"manifest {descriptor.digest}"
         try:
-            what = f"manifest {descriptor.digest}"
-            manifest = parse_document(self.fetch(descriptor), descriptor.media_type, what)
-            if not isinstance(manifest, Manifest) or manifest.config.media_type not in mediatype.CONFIGS:
-                return None
-            return ImageConfig.parse(self.fetch(manifest.config), f"config {manifest.config.digest}").platform
+            manifest = require_manifest(parse_document(self.fetch(descriptor), descriptor.media_type, what), what)
+            manifest.require_image(what)
+            config = ImageConfig.parse(self.fetch(manifest.config), f"config {manifest.config.digest}")
         except NotFoundError:
-            return None  # a copy of some of the images; only choosing this one needs it
+            # A copy of only some of the images: nothing is wrong unless this one is chosen.
+            yield Candidate(descriptor, None)
+        except UnsupportedError as error:
+            self.unusable.append(str(error))
+        else:
+            yield Candidate(descriptor, config.platform)
 
 
-def is_image(descriptor: Descriptor) -> bool:
-    """Whether an index entry can lead to an image: an index or a manifest, no attestation, no artifact."""
+def refusal(descriptor: Descriptor) -> str | None:
+    """Why an index entry can't lead to an image; None if it can."""
     if descriptor.media_type not in mediatype.INDEXES | mediatype.MANIFESTS:
-        return False
-    if descriptor.annotations.get("vnd.docker.reference.type") == "attestation-manifest":
-        return False
-    if descriptor.artifact_type is not None and descriptor.artifact_type not in mediatype.CONFIGS:
-        return False
+        return f"{descriptor.digest} is of type {shown(descriptor.media_type)}"
     platform = platform_of(descriptor)
-    return platform is None or not platform.is_unknown
+    if descriptor.annotations.get("vnd.docker.reference.type") == "attestation-manifest" or (
+        platform is not None and platform.is_unknown
+    ):
+        return f"{descriptor.digest} is an attestation"
+    if descriptor.artifact_type is not None and descriptor.artifact_type not in mediatype.CONFIGS:
+        return f"{descriptor.digest} is an artifact of type {shown(descriptor.artifact_type)}"
+    return None
 
 
 def platform_of(descriptor: Descriptor) -> Platform | None:
@@ -114,7 +123,7 @@ def select(index: Index, platform: Platform | None, fetch: Fetch, what: str = "i
     search = _Search(fetch)
     candidates = list(search.candidates(index, 0))
     if not candidates:
-        reasons = "; ".join(search.unusable[:LISTED])
+        reasons = listed(search.unusable)
         raise UnsupportedError(f"{what} has no images" + (f": {reasons}" if reasons else ""))
     if platform is None and len({candidate.descriptor.digest for candidate in candidates}) == 1:
         return candidates[0].descriptor

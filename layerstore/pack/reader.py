@@ -33,8 +33,10 @@ def read_span(blob: Blob, span: Span, what: str) -> bytes:
 class FrameIndex:
     """The frames of one pack: where each lies in the blob and in the raw pack."""
 
-    def __init__(self, pack: StoredPack, data: bytes) -> None:
-        raw_size, self.records = unpack_frame_index(data, pack.data_end)
+    def __init__(self, pack: StoredPack, data: bytes, data_end: int | None = None) -> None:
+        """``data`` is a whole frame index; ``data_end`` of another blob of the same pack than the manifest's."""
+        self.data_end = pack.data_end if data_end is None else data_end
+        raw_size, self.records = unpack_frame_index(data, self.data_end)
         if raw_size != pack.raw_size:
             raise CorruptError(
                 f"frame index of pack {pack.digest}", expected=f"{pack.raw_size} bytes", actual=f"{raw_size}"
@@ -66,11 +68,15 @@ class FrameIndex:
         end = self._raw_offsets[number + 1] if number + 1 < len(self.records) else self.pack.raw_size
         return start, end - start
 
+    def raw_layout(self) -> list[tuple[int, bytes]]:
+        """Raw offset and sha256 of every frame: what has to agree between two blobs of one pack."""
+        return [(record.raw_offset, record.sha256) for record in self.records]
+
     def blob_range(self, numbers: range) -> tuple[int, int]:
         """Offset and length in the blob of neighbouring frames."""
         start = self.records[numbers[0]].blob_offset
         after = numbers[-1] + 1
-        end = self.records[after].blob_offset if after < len(self.records) else self.pack.data_end
+        end = self.records[after].blob_offset if after < len(self.records) else self.data_end
         return start, end - start
 
     def decode(self, number: int, compressed: bytes | memoryview) -> bytes:

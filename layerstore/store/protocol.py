@@ -1,15 +1,20 @@
-"""What a store is: three capabilities, each on top of the last. A class that passes ``tests/conformance`` is one.
+"""What a store is: three capabilities, each on top of the last. A class that passes the conformance suite is one.
 
 ``Store`` reads, ``WriteStore`` publishes, ``PruneStore`` deletes. The rules:
 
 * A blob is named by the digest of its bytes and never changes. Names are no proof: whoever reads a whole blob checks
-  it; ranges are checked by the records above (frames). A blob whose size differs from its descriptor is corrupt.
+  it (:mod:`layerstore.store.reading`); ranges are checked by the records above (frames). A blob whose size differs
+  from its descriptor is corrupt.
 * Nothing incomplete ever has its final name. ``commit`` returns after the bytes are durable.
 * Content first, reference last. A reference is written by compare-and-swap, and only while the lease that protects
   what it reaches is held and every blob it reaches is there.
 * Only :class:`~layerstore.errors.NotFoundError` means missing. Every other failure is one, and stops whoever decides
-  about deletion.
+  about deletion. A store that has gone away (unmounted, unreachable) is unavailable, never empty.
+* Time is the store's own: no host's clock decides about leases and ages.
 * Implementations may be used from several threads, and by several processes and hosts at once.
+
+Errors of every method, besides those named at it: ``UnavailableError``, ``PermissionError_``, and where something is
+written ``NoSpaceError``.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from layerstore.digest import Digest
 from layerstore.oci.descriptor import Descriptor
@@ -25,18 +30,21 @@ from layerstore.oci.descriptor import Descriptor
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+ALGORITHMS = ("sha256", "sha512")
+"""What an upload can be named by: all that :class:`~layerstore.digest.Digest` verifies. We publish sha256 alone."""
+
 
 class Blob(Protocol):
-    """An open blob; a context manager."""
+    """An open blob; a context manager. It stays readable when its name is deleted or replaced."""
 
     @property
     def size(self) -> int: ...
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Exactly ``length`` bytes from ``offset``.
+        """Exactly ``length`` bytes from ``offset``; from several threads at once, if need be.
 
         Raises:
-            CorruptError: the blob ends before that.
+            CorruptError: the blob ends before that. Nothing is allocated for it.
         """
         ...
 
@@ -77,12 +85,18 @@ class Store(Protocol):
         """
         ...
 
+    def names(self) -> Iterator[str]:
+        """The names of all references, sorted; those of damaged ones too."""
+        ...
+
     def resolve(self, name: str) -> Descriptor:
         """The target of a reference.
 
         Raises:
             NotFoundError: no such reference.
             CorruptError: the reference can't be parsed.
+            UnsupportedError: it is of a later version of its format.
+            UsageError: not a valid name.
         """
         ...
 
@@ -93,15 +107,6 @@ class Store(Protocol):
 
 class Upload(Protocol):
     """Bytes on their way in. A context manager: what is not committed is gone at its end."""
-
-    @property
-    def size(self) -> int:
-        """Bytes written so far."""
-        ...
-
-    def digest(self) -> Digest:
-        """sha256 of the bytes written so far."""
-        ...
 
     def write(self, data: Buffer) -> None: ...
 
@@ -147,35 +152,39 @@ class Lease(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
+@runtime_checkable
 class WriteStore(Store, Protocol):
     """Publishes."""
 
-    def upload(self) -> Upload:
-        """Start writing a blob, in temporary space of the store's own."""
+    def upload(self, algorithm: str = "sha256") -> Upload:
+        """Start writing a blob, in temporary space of the store's own; ``algorithm`` is that of its digest."""
         ...
 
     def scratch(self) -> AbstractContextManager[str]:
         """A private temporary directory on the store's own file system (a local one, if it has none)."""
         ...
 
-    def lease(self, *, seconds: int = 86_400) -> Lease: ...
+    def lease(self, *, seconds: int = 86_400) -> Lease:
+        """A new lease that pins nothing yet and expires in ``seconds`` unless it is renewed."""
+        ...
 
     def set_reference(
         self, name: str, target: Descriptor, *, expected: Descriptor | None, lease: Lease, reaches: Iterable[Digest]
     ) -> None:
         """Point ``name`` at ``target`` if it still stands for ``expected`` (None: does not exist).
 
-        Checks, in one step that excludes collection, that the lease is still valid and every blob of ``reaches`` is
-        there; then swaps, durably.
+        Checks, in one step that excludes collection, that the lease is still valid and that the target and every blob
+        of ``reaches`` are there; then swaps, durably. Descriptors are compared by digest.
 
         Raises:
             ConflictError: the reference is not what was expected, the lease has expired, or a blob is gone.
+            CorruptError: the target's size is not what its descriptor says, or the present reference is damaged.
             UsageError: not a valid name.
         """
         ...
 
     def delete_reference(self, name: str, *, expected: Descriptor) -> None:
-        """Remove ``name`` if it still stands for ``expected``.
+        """Remove ``name`` if it still stands for ``expected``; durable on return.
 
         Raises:
             NotFoundError: no such reference.
@@ -193,31 +202,49 @@ class BlobInfo:
     age: float
 
 
+@runtime_checkable
 class PruneStore(WriteStore, Protocol):
     """Can be listed and swept."""
 
-    def blobs(self) -> Iterator[BlobInfo]: ...
+    def blobs(self) -> Iterator[BlobInfo]:
+        """All blobs, by digest. What isn't named like a blob isn't one: it is neither listed nor ever deleted."""
+        ...
 
     def pinned(self) -> frozenset[Digest]:
         """What valid leases protect. Raises if one of them can't be read."""
         ...
 
     def collecting(self) -> AbstractContextManager[None]:
-        """Excludes ``pin``, ``set_reference`` and other collectors, on every host where locks work.
+        """Excludes ``commit``, ``pin``, changes of references and other collectors, on every host where locks work.
+
+        Hold it for seconds: publishers wait meanwhile, and give up in the end.
 
         Raises:
-            UnavailableError: somebody holds it for too long.
+            UnavailableError: somebody else holds it for too long.
         """
         ...
 
-    def delete(self, digest: Digest) -> None:
-        """Remove a blob; idempotent. Only inside ``collecting``."""
+    def delete(self, digest: Digest, *, older_than: float = 0.0) -> bool:
+        """Remove a blob if its age is at least ``older_than`` seconds. Only inside ``collecting``.
+
+        Returns:
+            Whether it was removed; False if it is younger, or wasn't there.
+        """
         ...
 
     def quarantine(self, digest: Digest) -> str:
-        """Take a corrupt blob out of its name, keep its bytes; returns where they are."""
+        """Take a corrupt blob out of its name, keep its bytes; returns where they are.
+
+        Raises:
+            NotFoundError: no such blob.
+            ConflictError: its bytes are what the name promises, or have been replaced meanwhile.
+        """
         ...
 
     def reclaim(self, *, older_than: float, dry_run: bool = False) -> int:
-        """Delete what dead or expired writers left (temporary files, expired leases); returns the bytes freed."""
+        """Delete what dead or expired writers left (temporary files, expired leases); returns the bytes freed.
+
+        What a live writer of this host holds stays whatever its age; ``older_than`` seconds are for writers of other
+        hosts, and count from its last change, or from the expiry of a lease. Not inside ``collecting``.
+        """
         ...

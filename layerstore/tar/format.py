@@ -7,7 +7,7 @@ Files"; star(5) for its variant of the prefix. Field names are those of POSIX an
 from __future__ import annotations
 
 import struct
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 from zlib import adler32
 
 BLOCK = 512
@@ -36,9 +36,10 @@ MAGIC_POSIX = b"ustar\0"
 MAGIC_GNU = b"ustar "
 STAR_TRAILER = b"tar\0"
 
-# Bounds on what we accept. All but EXTENDED_BYTES and SPARSE_RUNS are the kernel's.
-EXTENDED_BYTES = 8 << 20  # body of one extended header: 5,000 attributes with 1.6 KB each, or 128 of 64 KiB
-SPARSE_RUNS = 1 << 20  # entries of one sparse map
+# Bounds on what we accept: three of memory and time, then the kernel's.
+EXTENDED_BYTES = 4 << 20  # body of one extended header: 5,000 attributes with 800 bytes each, or 63 of 64 KiB
+GLOBAL_BYTES = 256 << 10  # bodies of all global headers of a layer, since each member may have to look at them
+SPARSE_RUNS = 1 << 18  # entries of one sparse map
 ID_MAX = 0xFFFF_FFFE  # uid_t is 32 bits, and (uid_t)-1 means "leave as it is" (chown(2))
 TARGET_MAX = 4095  # PATH_MAX without its NUL (linux/limits.h)
 XATTR_NAME_MAX = 255  # linux/limits.h
@@ -47,6 +48,11 @@ MAJOR_MAX = (1 << 12) - 1  # dev_t inside the kernel: 12 and 20 bits (linux/kdev
 MINOR_MAX = (1 << 20) - 1
 OFFSET_MAX = (1 << 63) - 1  # loff_t
 TIME_MIN, TIME_MAX = -(1 << 63), (1 << 63) - 1  # time64_t
+
+
+_HEADER = struct.Struct("100s8s8s8s12s12s8sc100s6s2s32s32s8s8s155s12s")
+_SPARSE_HEADER = struct.Struct("345x12s12s12s4sx96sB12s17x")
+_SPARSE_EXTENSION = struct.Struct("504sB7x")
 
 
 class Header(NamedTuple):
@@ -70,14 +76,12 @@ class Header(NamedTuple):
     prefix: bytes  # GNU: atime, ctime and the sparse map from here on
     pad: bytes
 
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("100s8s8s8s12s12s8sc100s6s2s32s32s8s8s155s12s")
-
     @classmethod
     def unpack(cls, block: bytes) -> Header:
-        return cls._make(cls.STRUCT.unpack(block))
+        return cls._make(_HEADER.unpack(block))
 
     def pack(self) -> bytes:
-        return self.STRUCT.pack(*self)
+        return _HEADER.pack(*self)
 
 
 class SparseHeader(NamedTuple):
@@ -91,12 +95,9 @@ class SparseHeader(NamedTuple):
     isextended: int  # not 0: a SparseExtension follows
     realsize: bytes  # logical size, bytes
 
-    OFFSET: ClassVar[int] = 345
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("12s12s12s4sx96sB12s17x")
-
     @classmethod
     def unpack(cls, block: bytes) -> SparseHeader:
-        return cls._make(cls.STRUCT.unpack_from(block, cls.OFFSET))
+        return cls._make(_SPARSE_HEADER.unpack(block))
 
 
 class SparseExtension(NamedTuple):
@@ -105,11 +106,9 @@ class SparseExtension(NamedTuple):
     sp: bytes
     isextended: int
 
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("504sB7x")
-
     @classmethod
     def unpack(cls, block: bytes) -> SparseExtension:
-        return cls._make(cls.STRUCT.unpack(block))
+        return cls._make(_SPARSE_EXTENSION.unpack(block))
 
 
 SPARSE_PAIR = struct.Struct("12s12s")  # struct sparse: offset, numbytes

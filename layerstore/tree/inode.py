@@ -65,13 +65,30 @@ class File(Inode):
     ``chunks`` is set once the data has an address: see :mod:`layerstore.erofs.layout`.
     """
 
-    __slots__ = ("chunks", "extents", "size")
+    # Most files are one extent without holes; then only its source and position are kept (a third of the memory).
+    __slots__ = ("_at", "_source", "chunks", "size")
 
     def __init__(self, attrs: Attrs, size: int, extents: tuple[Extent, ...]) -> None:
         super().__init__(attrs)
         self.size = size
-        self.extents = extents
         self.chunks: object = None
+        self.extents = extents
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        if self._source is not None:
+            assert isinstance(self._at, int)
+            return (Extent(0, self.size, self._source, self._at),)
+        assert isinstance(self._at, tuple)
+        return self._at
+
+    @extents.setter
+    def extents(self, extents: tuple[Extent, ...]) -> None:
+        self._source: ByteSource | None = None
+        self._at: int | tuple[Extent, ...] = extents
+        if len(extents) == 1 and extents[0].offset == 0 and extents[0].length == self.size:
+            self._source = extents[0].source
+            self._at = extents[0].at
 
 
 class Symlink(Inode):

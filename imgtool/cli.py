@@ -1,0 +1,125 @@
+"""The entry point: finds the verb, and turns every outcome into an exit code and at most one line."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+
+import click
+
+from imgtool.exitcodes import ExitCode, of_error
+from layerstore.errors import ImgtoolError, from_os_error, printable
+from layerstore.version import FORMAT_VERSION, VERSION
+
+VERBS: dict[str, str] = {
+    "convert": "Turn an OCI image, archive or directory into a layer, and publish it.",
+    "compose": "Put a base, a workspace and toolkits on top of each other.",
+    "ls": "List the images of a store.",
+    "inspect": "Show what an image is made of.",
+    "tree": "List files of an image.",
+    "cat": "Print a file of an image.",
+    "diff": "Show how two images differ.",
+    "dump": "Print a metadata image, annotated, byte by byte.",
+    "tag": "Give an image another name.",
+    "rm": "Remove names; gc frees the space.",
+    "copy": "Copy an image to another store.",
+    "verify": "Check every byte of a store.",
+    "gc": "Delete what no name reaches.",
+    "run": "Run a command in a fresh sandbox.",
+    "up": "Make a sandbox and leave it standing.",
+    "ps": "List sandboxes.",
+    "down": "Remove sandboxes.",
+    "doctor": "Say what this machine can do, and what to do about what it can't.",
+}
+"""Each verb with its short help: here, so that ``imgtool --help`` imports none of them. A test compares."""
+
+
+class _Verbs(click.Group):
+    """Imports a verb's module when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"imgtool.commands.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_paragraph()
+        formatter.write_text("IMGTOOL_ROOT and IMGTOOL_STORE set --root and --store. docs/cli.md is the manual.")
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, message=f"imgtool {VERSION} (layer format {FORMAT_VERSION})")
+@click.option("--debug", is_flag=True, help="Print a traceback with every error.")
+def main(debug: bool) -> None:
+    """Content-addressed EROFS images for fleets of short-lived sandboxes."""
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived: unwind as for Ctrl-C, so that nothing stays behind."""
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; returns the exit code, never raises."""
+    debug = "--debug" in arguments
+    try:
+        result = main.main(list(arguments), prog_name="imgtool", standalone_mode=False)
+        return result if isinstance(result, int) else ExitCode.OK
+    except ImgtoolError as error:
+        return _failed(str(error), of_error(error), debug)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return ExitCode.USAGE
+    except (KeyboardInterrupt, click.Abort):
+        return _failed("interrupted; nothing was left behind", ExitCode.INTERRUPTED, debug)
+    except _Terminated:
+        return _failed("terminated; nothing was left behind", ExitCode.TERMINATED, debug)
+    except BrokenPipeError:
+        # The reader of our output has gone, as in `imgtool tree X | head`; say nothing, as other tools do.
+        sys.stderr.close()
+        return ExitCode.OK
+    except OSError as error:
+        mapped = from_os_error(error, "the operating system refused")
+        return _failed(str(mapped), of_error(mapped), debug)
+    except MemoryError:
+        return _failed("out of memory; lower --jobs", ExitCode.UNAVAILABLE, debug)
+    except Exception as error:  # a fault of ours: one line, and a code of its own
+        return _failed(f"internal error: {type(error).__name__}: {error}; please report it", ExitCode.INTERNAL, debug)
+
+
+def _failed(message: str, code: ExitCode, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    click.echo(f"imgtool: {_one_line(message)}", err=True)
+    return code
+
+
+def _one_line(message: str) -> str:
+    if message.isprintable():
+        return message
+    # Bytes that aren't UTF-8 and control characters of a path that some library put into its message.
+    return printable(message).replace("\\\\", "\\")
+
+
+def entry() -> None:
+    """What the ``imgtool`` script calls."""
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""``imgtool inspect``."""
+
+from __future__ import annotations
+
+import click
+
+from imgtool import render
+from imgtool.options import examples, json_option, open_store, store_option
+from layerstore.image import Image, Layer, find_target, parse_image, read_document
+from layerstore.oci.config import ImageConfig
+
+
+@click.command(
+    "inspect",
+    short_help="Show what an image is made of.",
+    epilog=examples("imgtool inspect repo", "imgtool inspect repo --json | jq .layers[0].packs"),
+)
+@click.argument("name")
+@store_option
+@json_option
+def command(name: str, store: str | None, root: str | None, as_json: bool) -> None:
+    """Show the layers, packs and config of image NAME (a tag or a digest)."""
+    source = open_store(store, root)
+    target = find_target(source, name)
+    image = parse_image(read_document(source, target, f"manifest of {name!r}"))
+    what = f"config of {name!r}"
+    config = ImageConfig.parse(read_document(source, image.config, what), what)
+    if as_json:
+        render.print_json(
+            {
+                "name": name,
+                "manifest": str(target.digest),
+                "layers": [_layer(layer) for layer in image.layers],
+                "config": config.document,
+            }
+        )
+        return
+    render.print_line(f"{name}  {target.digest}")
+    _print_layers(image)
+    run = config.run
+    command_line = [*(run.entrypoint or ()), *(run.cmd or ())]
+    for label, value in (
+        ("platform", f"{config.platform.os}/{config.platform.architecture}"),
+        ("user", run.user or "root"),
+        ("directory", run.working_dir or "/"),
+        ("command", " ".join(command_line)),
+        ("environment", "  ".join(run.env)),
+    ):
+        if value:
+            render.print_line(f"{label:>12}  {value}")
+
+
+def _layer(layer: Layer) -> dict[str, object]:
+    return {
+        "role": layer.role.value,
+        "layer": str(layer.metadata),
+        "bytes_metadata": layer.metadata_size,
+        "bytes_metadata_stored": layer.blob_size,
+        "format_version": layer.format_version,
+        "base": str(layer.base) if layer.base else None,
+        "source": str(layer.source) if layer.source else None,
+        "diff_ids": [str(diff_id) for diff_id in layer.diff_ids],
+        "packs": [
+            {"pack": str(pack.digest), "bytes": pack.raw_size, "blob": str(pack.blob), "bytes_stored": pack.blob_size}
+            for pack in layer.packs
+        ],
+    }
+
+
+def _print_layers(image: Image) -> None:
+    rows = []
+    for layer in image.layers:
+        rows.append((layer.role, layer.metadata.hex[:12], render.size(layer.metadata_size), render.size(layer.blob_size)))
+        rows += [
+            ("  pack", pack.digest.hex[:12], render.size(pack.raw_size), render.size(pack.blob_size))
+            for pack in layer.packs
+        ]
+    render.print_table(("LAYER", "DIGEST", "RAW", "STORED"), rows, right=frozenset({2, 3}))

@@ -1,0 +1,110 @@
+"""Metadata images on the node: raw, whole, and checked before they get their names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from layerstore.durable import remove_quietly, replace_file, sync_directory, temporary_name
+from layerstore.erofs.layout import HOLE, Chunked
+from layerstore.errors import os_errors
+from layerstore.image import Layer
+from layerstore.opened import FileSource, OpenLayer, StoreDevices, decompress_metadata
+from layerstore.pack.format import BLOCK_SIZE
+from layerstore.store.protocol import Store
+from layerstore.tree.inode import File, walk
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PackUse:
+    """The parts of one pack that a layer refers to: (first block, blocks), sorted and joined."""
+
+    pack: str
+    runs: tuple[tuple[int, int], ...]
+
+
+class MetadataCache:
+    """``root`` is ``cache/meta`` of the node."""
+
+    def __init__(self, root: str) -> None:
+        self._directory = os.path.join(root, "sha256")
+
+    def path(self, layer: Layer) -> str:
+        """Where the layer's metadata image is, or will be."""
+        return os.path.join(self._directory, layer.metadata.hex)
+
+    def ensure(self, layer: Layer, store: Store) -> str:
+        """Fetch, verify and check the metadata image unless it is there; returns its path.
+
+        Raises:
+            CorruptError, MalformedError: it isn't what the manifest says, or isn't a sound image.
+        """
+        path = self.path(layer)
+        if os.path.exists(path):
+            return path
+        with os_errors("cache a metadata image"):
+            os.makedirs(self._directory, exist_ok=True)
+            temporary = temporary_name(path)
+            try:
+                with open(temporary, "x+b") as file:
+                    decompress_metadata(store, layer, file)
+                    with _opened(layer, store, file.fileno()) as opened:
+                        uses = pack_uses(opened)
+                    os.fsync(file.fileno())
+                self._write_uses(layer, uses)
+                os.rename(temporary, path)
+                sync_directory(self._directory)
+            finally:
+                remove_quietly(temporary)
+        return path
+
+    def uses(self, layer: Layer) -> list[PackUse]:
+        """What the layer needs of each of its packs; the metadata image has to be there."""
+        with os_errors("read which data a layer needs"), open(self.path(layer) + ".uses", "rb") as file:
+            document = json.loads(file.read())
+        return [PackUse(pack, tuple((first, count) for first, count in runs)) for pack, runs in document["packs"]]
+
+    def _write_uses(self, layer: Layer, uses: list[PackUse]) -> None:
+        document = {"version": PLAN_VERSION, "packs": [[use.pack, use.runs] for use in uses]}
+        replace_file(self.path(layer) + ".uses", json.dumps(document).encode())
+
+
+@contextmanager
+def _opened(layer: Layer, store: Store, fd: int) -> Iterator[OpenLayer]:
+    devices = StoreDevices(store, layer.packs)
+    try:
+        yield OpenLayer(layer, FileSource(fd, f"metadata image {layer.metadata}"), devices)
+    finally:
+        devices.close()
+
+
+def pack_uses(opened: OpenLayer) -> list[PackUse]:
+    """The blocks of each pack that some file of the layer refers to."""
+    runs: list[list[tuple[int, int]]] = [[] for _ in opened.layer.packs]
+    seen: set[int] = set()
+    for _, inode in walk(opened.tree()):
+        if not isinstance(inode, File) or not isinstance(inode.chunks, Chunked) or id(inode) in seen:
+            continue
+        seen.add(id(inode))
+        chunk = BLOCK_SIZE << inode.chunks.bits
+        for number, where in enumerate(inode.chunks.addresses):
+            if where != HOLE:
+                length = min(chunk, inode.size - number * chunk)
+                runs[(where >> 32) - 1].append((where & 0xFFFFFFFF, -(-length // BLOCK_SIZE)))
+    return [PackUse(pack.digest.hex, _joined(used)) for pack, used in zip(opened.layer.packs, runs, strict=True)]
+
+
+def _joined(runs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    joined: list[tuple[int, int]] = []
+    for first, count in sorted(runs):
+        if joined and first <= sum(joined[-1]):
+            before, length = joined[-1]
+            joined[-1] = before, max(length, first + count - before)
+        else:
+            joined.append((first, count))
+    return tuple(joined)

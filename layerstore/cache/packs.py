@@ -1,0 +1,147 @@
+"""Raw packs on the node, filled frame by frame."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from layerstore.cache.format import FramesHeader
+from layerstore.durable import remove_quietly, replace_file, sync_directory, temporary_name
+from layerstore.errors import CorruptError, os_errors
+from layerstore.pack.format import FrameIndexHeader, FrameRecord
+from layerstore.pack.reader import FrameIndex
+from layerstore.pack.stored import StoredPack
+from layerstore.store.protocol import Blob, Store
+
+
+class PackCache:
+    """``root`` is ``cache/packs`` of the node."""
+
+    def __init__(self, root: str) -> None:
+        self._directory = os.path.join(root, "sha256")
+
+    def data_path(self, pack: StoredPack) -> str:
+        """The raw pack, to be given to the kernel as a device."""
+        return os.path.join(self._directory, pack.digest.hex, "data")
+
+    def open(self, pack: StoredPack, store: Store) -> CachedPack:
+        """The pack's place in the cache, made (all holes) if it isn't there; its frame index comes from ``store``."""
+        directory = os.path.join(self._directory, pack.digest.hex)
+        frames = os.path.join(directory, "frames")
+        with os_errors(f"cache pack {pack.digest}"):
+            if not os.path.exists(frames):
+                with store.open(pack.blob) as blob:
+                    index = FrameIndex.read(pack, blob)
+                os.makedirs(directory, exist_ok=True)
+                self._make(directory, pack, index)
+        return CachedPack(directory, pack)
+
+    def _make(self, directory: str, pack: StoredPack, index: FrameIndex) -> None:
+        """Another process may do the same at the same time: both write equal files, and ``frames`` decides."""
+        data = os.path.join(directory, "data")
+        with open(data, "ab") as file:
+            if os.fstat(file.fileno()).st_size < pack.raw_size:
+                os.truncate(file.fileno(), pack.raw_size)
+            os.fsync(file.fileno())
+        header = FramesHeader(len(index), pack.raw_size, pack.data_end, pack.digest.raw, pack.blob.raw)
+        content = header.pack() + b"".join(record.pack() for record in index.records) + bytes(len(index))
+        frames = os.path.join(directory, "frames")
+        temporary = temporary_name(frames)
+        try:
+            replace_file(temporary, content)
+            os.link(temporary, frames)
+            sync_directory(directory)
+        except FileExistsError:
+            pass
+        finally:
+            remove_quietly(temporary)
+
+
+class CachedPack:
+    """One pack of the cache, open. Use as a context manager, from one thread."""
+
+    def __init__(self, directory: str, pack: StoredPack) -> None:
+        self.pack = pack
+        with os_errors(f"open cached pack {pack.digest}"):
+            self._frames = os.open(os.path.join(directory, "frames"), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._data = os.open(os.path.join(directory, "data"), os.O_RDWR | os.O_CLOEXEC)
+            except BaseException:
+                os.close(self._frames)
+                raise
+        try:
+            self.index = self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self) -> FrameIndex:
+        content = os.pread(self._frames, os.fstat(self._frames).st_size, 0)
+        header = FramesHeader.unpack(content)
+        records = header.frames * FrameRecord.STRUCT.size
+        self._presence_at = FramesHeader.STRUCT.size + records
+        self._blob = header.blob_sha256
+        if len(content) != self._presence_at + header.frames or header.pack_sha256 != self.pack.digest.raw:
+            raise CorruptError(f"frames file of cached pack {self.pack.digest} is not that pack's; remove its directory")
+        if os.fstat(self._data).st_size != header.raw_size or header.raw_size != self.pack.raw_size:
+            raise CorruptError(f"data of cached pack {self.pack.digest} has a wrong size; remove its directory")
+        index = FrameIndexHeader(header.raw_size, header.frames).pack()
+        return FrameIndex(self.pack, index + content[FramesHeader.STRUCT.size : self._presence_at], header.data_end)
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Those of the frames that are not there."""
+        presence = os.pread(self._frames, len(self.index), self._presence_at)
+        return [number for number in numbers if not presence[number]]
+
+    def index_for(self, blob: Blob) -> FrameIndex:
+        """The frame index to fetch by: the same pack may have been compressed twice, into different blobs.
+
+        Raises:
+            CorruptError: the other blob is cut into frames in another way.
+        """
+        if self._blob == self.pack.blob.raw:
+            return self.index
+        index = FrameIndex.read(self.pack, blob)
+        if index.raw_layout() != self.index.raw_layout():
+            raise CorruptError(f"blob {self.pack.blob} has other frames than cached pack {self.pack.digest}")
+        return index
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Excludes other processes that would fetch the same frames."""
+        fcntl.flock(self._frames, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._frames, fcntl.LOCK_UN)
+
+    def write(self, number: int, raw: bytes) -> None:
+        """Put a verified frame in place; it counts as present only after :meth:`record`."""
+        offset, length = self.index.raw_range(number)
+        assert len(raw) == length
+        view = memoryview(raw)
+        with os_errors(f"write cached pack {self.pack.digest}"):
+            while view:
+                written = os.pwrite(self._data, view, offset)
+                view = view[written:]
+                offset += written
+
+    def record(self, numbers: Iterable[int]) -> None:
+        """Make the frames written so far durable, then present."""
+        with os_errors(f"write cached pack {self.pack.digest}"):
+            os.fdatasync(self._data)
+            for number in numbers:
+                os.pwrite(self._frames, b"\1", self._presence_at + number)
+            os.fdatasync(self._frames)
+
+    def close(self) -> None:
+        os.close(self._frames)
+        os.close(self._data)
+
+    def __enter__(self) -> CachedPack:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,32 @@
+"""The store's own time: what its file system stamps on a file that is touched now.
+
+On a shared file system that is the server's time, so hosts whose clocks are hours apart agree about leases and ages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from layerstore.errors import os_errors
+
+Clock = Callable[[], int]
+"""Nanoseconds since 1970."""
+
+NANOSECONDS = 1_000_000_000
+
+
+class FileClock:
+    """Tells the time by touching a file. Needs no space, so it works on a full disk."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self) -> int:
+        with os_errors("read the store's clock"):
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.utime(file)  # no times given: the server sets its own
+                return os.fstat(file).st_mtime_ns
+            finally:
+                os.close(file)

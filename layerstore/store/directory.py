@@ -1,0 +1,366 @@
+"""A store in a directory, local or on a shared file system. The package's page shows the layout and the locks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from layerstore.digest import Digest
+from layerstore.errors import (
+    ConflictError,
+    CorruptError,
+    ImgtoolError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+    UsageError,
+    os_errors,
+    printable,
+)
+from layerstore.oci.descriptor import Descriptor
+from layerstore.store.blobfile import BlobFile, BlobUpload
+from layerstore.store.clock import NANOSECONDS, Clock, FileClock
+from layerstore.store.format import MARKER_BYTES, REFERENCE_BYTES, ReferenceDocument, StoreMarker
+from layerstore.store.lease import DirectoryLease, LeaseDirectory
+from layerstore.store.locks import LOCK_SECONDS, FileLock
+from layerstore.store.names import decode_name, encode_name
+from layerstore.store.protocol import ALGORITHMS, BlobInfo, Lease, Reference
+from layerstore.store.reading import is_intact
+from layerstore.store.staging import (
+    ScratchDirectory,
+    make_directory,
+    make_file,
+    read_file,
+    reclaim_files,
+    reclaim_scratch,
+    sync_directory,
+    touched,
+    write_file,
+)
+
+MARKER = "store.json"
+_DIRECTORIES = ("blobs", "blobs/sha256", "refs", "leases", "quarantine", "tmp")
+_FILES = ("lock", "refs.lock", "clock")
+_OWN_NAMES = frozenset({MARKER, *_FILES, *_DIRECTORIES})
+_FOREIGN_ALLOWED = "lost+found"
+"""A fresh file system has it, and such a one may become a store."""
+
+
+class DirectoryStore:
+    """A :class:`~layerstore.store.protocol.PruneStore` in a directory that exists; :meth:`create` makes one.
+
+    Attributes:
+        location: absolute path of the store.
+    """
+
+    def __init__(self, path: str, *, clock: Clock | None = None, lock_seconds: float = LOCK_SECONDS) -> None:
+        """Open the store at ``path``.
+
+        Args:
+            path: its directory.
+            clock: instead of the file system's own time.
+            lock_seconds: how long to wait for a lock.
+
+        Raises:
+            NotFoundError: there is none.
+            CorruptError: its marker can't be parsed.
+            UnsupportedError: of another version, or with a feature that this release lacks.
+        """
+        self.location = os.path.abspath(path)
+        if not _is_store(self.location):
+            raise NotFoundError(
+                f"{printable(self.location)} is not a store, it has no {MARKER}: check the path and whether it is "
+                "mounted, or create a store there"
+            )
+        self._clock = FileClock(self._path("clock")) if clock is None else clock
+        self._lock = FileLock(self._path("lock"), seconds=lock_seconds)
+        self._references_lock = FileLock(self._path("refs.lock"), seconds=lock_seconds)
+        self._leases = LeaseDirectory(self._path("leases"), lock=self._lock, clock=self._clock)
+        self._collector: int | None = None
+
+    @classmethod
+    def create(cls, path: str, *, clock: Clock | None = None, lock_seconds: float = LOCK_SECONDS) -> DirectoryStore:
+        """The store at ``path``, made if it does not exist; several may try at once.
+
+        Raises:
+            ConflictError: the directory holds something else, or a store that has lost its marker.
+        """
+        location = os.path.abspath(path)
+        if not _is_store(location):
+            _make_store(location)
+        return cls(location, clock=clock, lock_seconds=lock_seconds)
+
+    # Reading
+
+    def stat(self, digest: Digest) -> int:
+        # Opened even for this: that is when NFS asks the server instead of its cache.
+        with self.open(digest) as blob:
+            return blob.size
+
+    def open(self, digest: Digest) -> BlobFile:
+        with os_errors(f"open blob {digest}"):
+            try:
+                return BlobFile(self._blob_path(digest), digest)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise self._missing(f"blob {digest}") from error
+
+    def names(self) -> Iterator[str]:
+        with os_errors("list references"):
+            try:
+                files = os.listdir(self._path("refs"))
+            except FileNotFoundError as error:
+                raise self._damaged("refs") from error
+        names = []
+        for file in files:
+            if file.startswith("."):  # on its way in, or NFS's .nfs…: no name starts with a dot
+                continue
+            try:
+                names.append(decode_name(file))
+            except UsageError as error:
+                path = printable(self._path("refs", file))
+                raise CorruptError(f"{path} is not a reference: move the file elsewhere") from error
+        yield from sorted(names)
+
+    def resolve(self, name: str) -> Descriptor:
+        path = self._path("refs", encode_name(name))
+        with os_errors("read reference"):
+            try:
+                data = read_file(path, REFERENCE_BYTES)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise self._missing(f"reference {name!r}") from error
+        what = f"reference {printable(path)}"
+        try:
+            document = ReferenceDocument.parse(data, what)
+        except UnsupportedError:
+            raise
+        except ImgtoolError as error:
+            raise CorruptError(f"{error}: remove the file and publish again") from error
+        if document.name != name:
+            raise CorruptError(f"{what} says that it is {printable(document.name)!r}: remove the file")
+        return document.target
+
+    def references(self) -> Iterator[Reference]:
+        for name in self.names():
+            try:
+                target = self.resolve(name)
+            except NotFoundError:
+                continue  # deleted meanwhile
+            yield Reference(name, target)
+
+    # Publishing
+
+    def upload(self, algorithm: str = "sha256") -> BlobUpload:
+        if algorithm not in ALGORITHMS:
+            raise UsageError(f"blobs are named by {' or '.join(ALGORITHMS)}, not by {algorithm!r}")
+        directory = self._path("blobs", algorithm)
+        with os_errors("start blob"):
+            make_directory(directory)
+        return BlobUpload(directory, algorithm, self._lock)
+
+    @contextmanager
+    def scratch(self) -> Iterator[str]:
+        with os_errors("make scratch directory"):
+            scratch = ScratchDirectory(self._path("tmp"))
+        try:
+            yield scratch.path
+        finally:
+            with os_errors("remove scratch directory"):
+                scratch.remove()
+
+    def lease(self, *, seconds: int = 86_400) -> DirectoryLease:
+        return self._leases.create(seconds)
+
+    def set_reference(
+        self, name: str, target: Descriptor, *, expected: Descriptor | None, lease: Lease, reaches: Iterable[Digest]
+    ) -> None:
+        path = self._path("refs", encode_name(name))
+        if not isinstance(lease, DirectoryLease) or not lease.belongs_to(self._leases):
+            raise UsageError(f"the lease for reference {name!r} is not one of {self.location}")
+        needed = set(reaches)
+        with self._lock.shared():
+            lease.check()
+            self._check_present(name, target, needed)
+            with self._references_lock.exclusive():
+                self._compare(name, self._present(name), expected)
+                with os_errors(f"write reference {name!r}"):
+                    write_file(path, ReferenceDocument(name, target).to_bytes())
+
+    def delete_reference(self, name: str, *, expected: Descriptor) -> None:
+        path = self._path("refs", encode_name(name))
+        with self._lock.shared(), self._references_lock.exclusive():
+            self._compare(name, self.resolve(name), expected)
+            with os_errors(f"delete reference {name!r}"):
+                os.unlink(path)
+                # Before anything it reached can be deleted for good.
+                sync_directory(self._path("refs"))
+
+    # Pruning
+
+    def blobs(self) -> Iterator[BlobInfo]:
+        now = self._clock()
+        with os_errors("list blobs"):
+            try:
+                algorithms = sorted(os.listdir(self._path("blobs")))
+            except FileNotFoundError as error:
+                raise self._damaged("blobs") from error
+            for algorithm in algorithms:
+                if os.path.isdir(self._path("blobs", algorithm)):
+                    yield from self._blobs_of(algorithm, now)
+
+    def pinned(self) -> frozenset[Digest]:
+        return self._leases.pinned()
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        with self._lock.exclusive():
+            with os_errors("refresh listings"):
+                # A network file system may answer from a cached listing; after a change of our own it asks again.
+                for name in ("refs", "leases"):
+                    os.utime(self._path(name))
+            self._collector = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._collector = None
+
+    def delete(self, digest: Digest, *, older_than: float = 0.0) -> bool:
+        if self._collector != threading.get_ident():
+            raise RuntimeError("blobs are deleted only inside collecting()")
+        path = self._blob_path(digest)
+        with os_errors(f"delete blob {digest}"):
+            try:
+                if self._clock() - touched(os.stat(path)) < older_than * NANOSECONDS:
+                    return False
+                os.unlink(path)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def quarantine(self, digest: Digest) -> str:
+        # Hashed without the lock, which publishers wait for, and moved only if it is still the same file.
+        with self.open(digest) as blob:
+            if is_intact(blob, digest):
+                raise ConflictError(f"blob {digest} is intact: verify again")
+            target = self._path("quarantine", f"{digest.algorithm}-{digest.hex}-{secrets.token_hex(4)}")
+            path = self._blob_path(digest)
+            with self._lock.exclusive(), os_errors(f"move blob {digest}"):
+                try:
+                    same = os.path.samestat(os.stat(path), blob.status)
+                except FileNotFoundError:
+                    same = False
+                if not same:
+                    raise ConflictError(f"blob {digest} has been replaced or deleted meanwhile: verify again")
+                os.rename(path, target)
+                sync_directory(os.path.dirname(target))
+                sync_directory(os.path.dirname(path))
+        return target
+
+    def reclaim(self, *, older_than: float, dry_run: bool = False) -> int:
+        age = int(older_than * NANOSECONDS)
+        before = self._clock() - age
+        with os_errors("remove leftovers"):
+            directories = [self.location, self._path("refs")]
+            directories += [self._path("blobs", name) for name in os.listdir(self._path("blobs"))]
+            freed = sum(reclaim_files(directory, before, dry_run=dry_run) for directory in directories)
+            freed += reclaim_scratch(self._path("tmp"), before, dry_run=dry_run)
+        return freed + self._leases.reclaim(older_than_ns=age, dry_run=dry_run)
+
+    def _path(self, *names: str) -> str:
+        return os.path.join(self.location, *names)
+
+    def _blob_path(self, digest: Digest) -> str:
+        return self._path("blobs", digest.algorithm, digest.hex)
+
+    def _blobs_of(self, algorithm: str, now: int) -> Iterator[BlobInfo]:
+        for name in sorted(os.listdir(self._path("blobs", algorithm))):
+            try:
+                digest = Digest.parse(f"{algorithm}:{name}")
+            except ImgtoolError:
+                continue
+            try:
+                status = os.stat(self._blob_path(digest))
+            except FileNotFoundError:
+                continue  # deleted meanwhile
+            yield BlobInfo(digest, status.st_size, max(0, now - touched(status)) / NANOSECONDS)
+
+    def _check_present(self, name: str, target: Descriptor, digests: set[Digest]) -> None:
+        try:
+            size = self.stat(target.digest)
+            for digest in sorted(digests):
+                self.stat(digest)
+        except NotFoundError as error:
+            raise ConflictError(f"reference {name!r} is not written: {error}; publish again") from error
+        if size != target.size:
+            raise CorruptError(f"blob {target.digest}", expected=f"{target.size} bytes", actual=f"{size}")
+
+    def _present(self, name: str) -> Descriptor | None:
+        try:
+            return self.resolve(name)
+        except NotFoundError:
+            return None
+
+    def _compare(self, name: str, present: Descriptor | None, expected: Descriptor | None) -> None:
+        found, wanted = (None if each is None else each.digest for each in (present, expected))
+        if found != wanted:
+            raise ConflictError(
+                f"reference {name!r} in {printable(self.location)} stands for {found or 'nothing'} where "
+                f"{wanted or 'nothing'} was expected: look again"
+            )
+
+    def _missing(self, what: str) -> ImgtoolError:
+        """Missing, unless it is the whole store that is."""
+        if os.path.exists(self._path(MARKER)):
+            return NotFoundError(f"{what} is not in {printable(self.location)}")
+        return UnavailableError(f"{printable(self.location)} is not there any more, is it mounted? {what} wasn't read")
+
+    def _damaged(self, name: str) -> ImgtoolError:
+        return CorruptError(f"{printable(self._path(name))} is missing: is the store mounted, and all of it?")
+
+
+def _is_store(location: str) -> bool:
+    """Whether a marker is there, and one for this release."""
+    path = os.path.join(location, MARKER)
+    with os_errors("open store"):
+        try:
+            data = read_file(path, MARKER_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    try:
+        StoreMarker.parse(data, f"store {printable(path)}")
+    except UnsupportedError:
+        raise
+    except ImgtoolError as error:
+        raise CorruptError(f"{error}: is this a store?") from error
+    return True
+
+
+def _make_store(location: str) -> None:
+    """Directories and lock files first, marker last: a creation that died is repeated, not repaired."""
+    with os_errors(f"create store {printable(location)}"):
+        os.makedirs(os.path.dirname(location), exist_ok=True)
+        make_directory(location)
+        _refuse_foreign(location)
+        for name in _DIRECTORIES:
+            make_directory(os.path.join(location, name))
+        for name in _FILES:
+            make_file(os.path.join(location, name))
+        write_file(os.path.join(location, MARKER), StoreMarker().to_bytes())
+
+
+def _refuse_foreign(location: str) -> None:
+    for name in sorted(os.listdir(location)):
+        if name not in _OWN_NAMES and name != _FOREIGN_ALLOWED and not name.startswith("."):
+            raise ConflictError(
+                f"{printable(location)} holds other things, such as {printable(name)!r}: choose an empty directory"
+            )
+    for name in ("refs", "blobs/sha256"):
+        path = os.path.join(location, name)
+        if os.path.isdir(path) and any(not entry.startswith(".") for entry in os.listdir(path)):
+            if _is_store(location):
+                return  # another creator was faster
+            raise ConflictError(
+                f"{printable(location)} has content but no {MARKER}: a damaged store; restore that file"
+            )

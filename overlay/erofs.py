@@ -1,0 +1,107 @@
+"""A layer on the node: one file-backed EROFS mount of its metadata image, with its packs as extra devices.
+
+Never through loop devices: on 6.18 reads of chunks that lie on several of them return wrong bytes (bios are merged
+across devices). File-backed mounts came with Linux 6.12.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+
+from layerstore.errors import (
+    ConflictError,
+    CorruptError,
+    ImgtoolError,
+    PermissionError_,
+    UnsupportedError,
+    from_os_error,
+    printable,
+)
+from overlay.fspath import FsPaths
+from overlay.mountapi import (
+    MOUNT_ATTR_NOATIME,
+    MOUNT_ATTR_NODEV,
+    MOUNT_ATTR_NOSUID,
+    MOUNT_ATTR_RDONLY,
+    AnyPath,
+    FsContext,
+    filesystem_name,
+)
+
+
+def mount_erofs(
+    image: AnyPath, devices: Sequence[AnyPath], target: AnyPath, *, device_count: int, nodev: bool = True
+) -> None:
+    """Mount the metadata image ``image`` at ``target``, read-only.
+
+    Args:
+        image: a regular file on a real local filesystem.
+        devices: the packs, in the order of the image's device table. The kernel maps them by position alone.
+        target: an existing directory.
+        device_count: how many devices the image's table lists. The kernel mounts an image without any of its
+            devices and fails, or lies, when data are read; so the caller says what it counted.
+        nodev: device nodes of the layer can't be opened through this mount.
+
+    Set-user-ID bits don't count on this mount; they do on an overlay above it, where programs run.
+
+    Raises:
+        ConflictError: the number of devices differs from ``device_count``.
+        CorruptError: the kernel finds the image damaged.
+        UnsupportedError: the kernel lacks EROFS or file-backed mounts, or doesn't know a feature of the image, or
+            the image lies on a filesystem that it can't be mounted from.
+        NotFoundError: image, device or target is missing.
+        PermissionError_: not root.
+    """
+    if len(devices) != device_count:
+        raise ConflictError(
+            f"{_shown(image)} lists {device_count} packs and {len(devices)} were given; fetch the missing ones"
+        )
+    attributes = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOATIME
+    if nodev:
+        attributes |= MOUNT_ATTR_NODEV
+    try:
+        with FsPaths() as paths, FsContext("erofs") as context:
+            context.set(b"source", paths.value(image))
+            for device in devices:
+                context.set(b"device", paths.value(device))
+            context.create()
+            context.mount(attributes, target)
+    except OSError as error:
+        raise _explained(error, image, devices) from error
+
+
+def _explained(error: OSError, image: AnyPath, devices: Sequence[AnyPath]) -> ImgtoolError:
+    what = f"mount metadata image {_shown(image)}"
+    if error.errno == errno.ENOTBLK:
+        return UnsupportedError(f"{what}: {_why_not_file_backed(image)}")
+    if error.errno in (errno.EPERM, errno.EACCES):
+        return PermissionError_(f"{what}: it needs root (CAP_SYS_ADMIN): {error.strerror}")
+    if error.errno == errno.ENODEV:
+        return UnsupportedError(f"{what}: this kernel ({os.uname().release}) has no EROFS; `modprobe erofs` may help")
+    if error.errno in (errno.EUCLEAN, errno.EBADMSG):
+        return CorruptError(f"{what}: {error.strerror}")
+    if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+        for path in (image, *devices):  # the usual reason: something that isn't a regular file
+            if not os.path.isfile(path):
+                return UnsupportedError(f"{what}: {_shown(path)} is not a regular file")
+        return UnsupportedError(f"{what}: {error.strerror}")
+    return from_os_error(error, what)
+
+
+def _why_not_file_backed(image: AnyPath) -> str:
+    try:
+        kind = filesystem_name(image)
+    except OSError:
+        kind = ""
+    if kind in ("tmpfs", "ramfs", "overlayfs", "erofs"):
+        return f"it lies on {kind}, and must lie on a real local filesystem; put the node's root on ext4, xfs or btrfs"
+    return (
+        f"this kernel ({os.uname().release}) can't mount EROFS from a file on {kind or 'its filesystem'}; "
+        "that needs Linux 6.12 with CONFIG_EROFS_FS_BACKED_BY_FILE, and not tmpfs or overlayfs"
+    )
+
+
+def _shown(path: AnyPath) -> str:
+    return printable(os.fsencode(path))
