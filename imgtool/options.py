@@ -59,7 +59,7 @@ def open_store(store: str | None, root: str | None) -> DirectoryStore:
     """The store for reading or for deleting: it has to exist."""
     from layerstore.store.directory import DirectoryStore
 
-    return DirectoryStore.open(store_path(store, root))
+    return DirectoryStore(store_path(store, root))
 
 
 def writable_store(store: str | None, root: str | None) -> DirectoryStore:

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from layerstore.errors import ConflictError, UsageError
+from layerstore.errors import ConflictError, UsageError, printable
 from layerstore.image import Image, Role, load_image, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.document import dump
 from layerstore.opened import open_layer
-from layerstore.publish import publish_config, publish_image
+from layerstore.publish import current, publish_config, publish_image
 from layerstore.store.protocol import Store, WriteStore
-from layerstore.tree.union import Conflict, conflicts, stray_whiteouts
+from layerstore.tree.union import Conflict, conflicts, listed_whiteouts
 
 NEUTRAL = "unknown"
 """Architecture of a layer that fits every machine."""
@@ -69,10 +69,9 @@ def plan_stack(
     ]
     with ExitStack() as stack:
         trees = [stack.enter_context(open_layer(store, layer)).tree() for layer in layers]
-        stray = next(iter(stray_whiteouts(trees)), None)
-        if stray is not None:
+        for path, number in listed_whiteouts(trees):
             raise ConflictError(
-                f"{names[stray.layer]!r} deletes {stray.shown} from a directory that no layer below has, so the mark "
+                f"{names[number]!r} deletes /{printable(path)} from a directory that no layer below has, so the mark "
                 "itself would be seen; convert it over this base with --base and --rebase"
             )
         found = tuple(conflicts(trees))
@@ -91,9 +90,7 @@ def _single(store: Store, name: str, role: Role) -> Image:
 
 def publish_stack(store: WriteStore, stack: Stack, *, tag: str | None) -> Image:
     """Publish a composed stack; returns it as published."""
-    before = None
-    if tag is not None:
-        before = next((ref.target for ref in store.references() if ref.name == tag), None)
+    before = None if tag is None else current(store, tag)
     with store.lease() as lease:
         diff_ids = [digest for layer in stack.image.layers for digest in layer.raw_digests]
         config = publish_config(store, lease, stack.config, diff_ids)

@@ -33,14 +33,15 @@ from layerstore.limits import DEFAULT_LIMITS, Limits
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.document import dump
 from layerstore.oci.platform import Platform
-from layerstore.oci.source import SourceImage, open_source
-from layerstore.oci.transport import SourceName, Transport
+from layerstore.oci.source import SourceImage
+from layerstore.oci.source_name import SourceName
+from layerstore.oci.transport import open_source
 from layerstore.opened import open_layer
 from layerstore.pack.chunks import BLOCK_SIZE, ChunkTable, Sizes, chunk_files, pieces, read_piece
 from layerstore.pack.reuse import Reuse, choose, find
 from layerstore.pack.stored import StoredPack
 from layerstore.pack.writer import DEFAULT_LEVEL, PackWriter
-from layerstore.publish import publish_config, publish_image
+from layerstore.publish import current, publish_config, publish_image
 from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import Lease, WriteStore
 from layerstore.tar.archive import LayerArchive
@@ -150,9 +151,7 @@ def convert(
         NoSpaceError: the store is full; nothing was published.
     """
     warnings = _Warnings(warn)
-    before = None
-    if tag is not None:
-        before = next((ref.target for ref in store.references() if ref.name == tag), None)
+    before = None if tag is None else current(store, tag)
     with ExitStack() as stack:
         lease = stack.enter_context(store.lease())
         scratch = stack.enter_context(store.scratch())
@@ -220,14 +219,14 @@ def _read(
     if base is not None:
         lower = stack.enter_context(open_layer(store, base.layers[0], scratch=scratch)).tree()
     match conversion.source.transport:
-        case Transport.TREE:
+        case "tree":
             progress.start("scan", None)
             tree = scan(conversion.source.path, warn=warn)
             material = _Material(tree, _plain_config(conversion.platform), 0, None, ())
             material.size = sum(extent.length for file in _survey(tree)[1] for extent in file.extents)
             if not conversion.rebase:
                 return material
-        case Transport.TAR:
+        case "tar":
             merge = Merge(lower=None if conversion.rebase else lower, warn=warn, limits=conversion.limits)
             material = _read_tar(conversion, merge, scratch, stack, progress, warn)
             if not conversion.rebase:
@@ -299,7 +298,7 @@ def _read_image(
                 f"diff ID of layer {layer.descriptor.digest}", expected=str(layer.diff_id), actual=str(diff_id)
             )
     diff_ids = tuple(layer.diff_id for layer in image.layers)
-    return _Material(merge.tree(), image.config, total, image.digest, diff_ids)
+    return _Material(merge.tree(), image.config, total, image.descriptor.digest, diff_ids)
 
 
 def _read_tar(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from layerstore.digest import Digest
+from layerstore.errors import NotFoundError
 from layerstore.image import CONFIG_MEDIA_TYPE, Image
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.descriptor import Descriptor
-from layerstore.store.protocol import Lease, WriteStore
+from layerstore.store.protocol import Lease, Store, WriteStore
 
 
 def publish_bytes(store: WriteStore, lease: Lease, data: bytes) -> Digest:
@@ -40,3 +41,24 @@ def publish_image(
     if tag is not None:
         store.set_reference(tag, target, expected=expected, lease=lease, reaches=[target.digest, *image.blobs])
     return target
+
+
+def retag(store: WriteStore, target: Descriptor, image: Image, name: str) -> None:
+    """Make ``name`` stand for an image of this store.
+
+    Raises:
+        ConflictError: somebody moved ``name`` at the same moment.
+    """
+    with store.lease() as lease:
+        reaches = [target.digest, *image.blobs]
+        lease.pin(reaches)
+        before = current(store, name)
+        store.set_reference(name, target, expected=before, lease=lease, reaches=reaches)
+
+
+def current(store: Store, name: str) -> Descriptor | None:
+    """What ``name`` stands for now, or None."""
+    try:
+        return store.resolve(name)
+    except NotFoundError:
+        return None

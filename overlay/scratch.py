@@ -12,7 +12,7 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from layerstore.errors import UnavailableError, UnsupportedError, UsageError, from_os_error, printable
 from overlay.mountapi import MNT_DETACH, umount
@@ -96,8 +96,13 @@ def unmount_all(mount_point: str) -> int:
         count += 1
 
 
-def stray_loops(below: str) -> Iterator[str]:
-    """Loop devices whose file was below the directory ``below`` and that no mount holds any more are freed and named."""
+def stray_loops(below: str, mounted: Collection[tuple[int, int]]) -> Iterator[str]:
+    """Free, and name, loop devices whose file is below the directory ``below`` and that aren't mounted.
+
+    Args:
+        below: where images of scratches are.
+        mounted: (major, minor) of what is mounted.
+    """
     prefix = os.fsencode(below).rstrip(b"/") + b"/"
     for device in sorted(name for name in os.listdir("/sys/block") if name.startswith("loop")):
         try:
@@ -109,6 +114,9 @@ def stray_loops(below: str) -> Iterator[str]:
             continue
         fd = os.open(f"/dev/{device}", os.O_RDONLY | os.O_CLOEXEC)
         try:
+            number = os.fstat(fd).st_rdev
+            if (os.major(number), os.minor(number)) in mounted:
+                continue
             fcntl.ioctl(fd, LOOP_CLR_FD)
         except OSError as error:
             if error.errno != errno.ENXIO:  # it has just freed itself

@@ -10,7 +10,7 @@ from layerstore.errors import UsageError, printable
 from layerstore.image import load_image
 from layerstore.opened import open_tree
 from layerstore.tree.inode import File
-from layerstore.tree.resolve import resolve
+from layerstore.tree.resolve import lookup
 
 _STEP = 1 << 20
 
@@ -28,7 +28,7 @@ def command(name: str, path: str, store: str | None, root: str | None, as_json: 
     """Print the bytes of file PATH of image NAME; symbolic links are followed inside the image."""
     source = open_store(store, root)
     with open_tree(source, load_image(source, name)) as tree:
-        inode = resolve(tree, path.encode("utf-8", "surrogateescape"))
+        inode = lookup(tree, path.encode("utf-8", "surrogateescape"))
         if not isinstance(inode, File):
             raise UsageError(f"{printable(path)} in {name!r} is no regular file")
         if as_json:

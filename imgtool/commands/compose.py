@@ -7,6 +7,7 @@ import click
 from imgtool import render
 from imgtool.options import examples, json_option, store_option, writable_store
 from layerstore.compose import Stack, plan_stack, publish_stack
+from layerstore.errors import printable
 
 _SHOWN = 20
 
@@ -54,7 +55,7 @@ def command(
     conflicts = stack.conflicts
     for conflict in conflicts[:_SHOWN]:
         providers = ", ".join(stack.names[number] for number in conflict.layers)
-        render.print_line(f"  {conflict.shown}: in {providers}; {stack.names[conflict.winner]} wins ({conflict.kind})")
+        render.print_line(f"  /{printable(conflict.path)}: in {providers}; {stack.names[conflict.winner]} wins ({conflict.kind})")
     if len(conflicts) > _SHOWN:
         render.print_line(f"  … and {len(conflicts) - _SHOWN} more; --json lists all")
     render.print_line(
@@ -73,7 +74,7 @@ def _document(stack: Stack, tag: str | None, manifest: str | None) -> dict[str, 
         "config": stack.config.document,
         "conflicts": [
             {
-                "path": conflict.shown,
+                "path": "/" + printable(conflict.path),
                 "kind": str(conflict.kind),
                 "in": [stack.names[number] for number in conflict.layers],
                 "winner": stack.names[conflict.winner],

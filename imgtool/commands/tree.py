@@ -13,7 +13,7 @@ from layerstore.errors import printable
 from layerstore.image import load_image
 from layerstore.opened import open_tree
 from layerstore.tree.inode import Directory, File, Inode, Special, Symlink, walk
-from layerstore.tree.resolve import resolve
+from layerstore.tree.resolve import lookup
 
 
 @click.command(
@@ -34,7 +34,7 @@ def command(name: str, path: str, depth: int | None, store: str | None, root: st
     source = open_store(store, root)
     with open_tree(source, load_image(source, name)) as tree:
         start_path = path.encode("utf-8", "surrogateescape")
-        start = resolve(tree, start_path)
+        start = lookup(tree, start_path)
         prefix = b"/" + start_path.strip(b"/")
         rows = []
         for below, inode in walk(start) if isinstance(start, Directory) else [(b"", start)]:

@@ -13,7 +13,7 @@ from layerstore.oci.descriptor import Descriptor
 from layerstore.oci.files import FileRange
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer, WriteableBuffer
+    from typing_extensions import Buffer
 
 CHUNK = 1 << 20
 """Bytes per read when a blob is read to its end."""
@@ -93,7 +93,7 @@ class BlobReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
+    def readinto(self, buffer: Buffer, /) -> int:
         view = memoryview(buffer).cast("B")[: self.file.size - self._position]
         if not view:
             return 0

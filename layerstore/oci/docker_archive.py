@@ -37,6 +37,7 @@ from layerstore.oci.reference import DockerReference
 from layerstore.oci.selection import listed
 from layerstore.oci.source import SourceImage, Warn, assemble
 from layerstore.oci.source_name import SourceName
+from layerstore.tar.compression import SNIFFED, sniff
 
 MANIFEST = "manifest.json"
 
@@ -144,7 +145,7 @@ class DockerArchiveSource:
         return descriptor
 
     def _layer_descriptor(self, member: str, file: FileRange, diff_id: Digest, what: str) -> Descriptor:
-        compression = mediatype.sniff(file.peek(what, mediatype.SNIFFED))
+        compression = sniff(file.peek(what, SNIFFED)).value
         digest = _blob_digest(member)
         if digest is None:
             digest = digest_of(file, what) if compression else diff_id

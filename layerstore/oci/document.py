@@ -57,9 +57,7 @@ def parse(
     return document
 
 
-def parse_value(
-    data: bytes, what: str, *, limit: int = MANIFEST_BYTES, duplicate: Duplicate | None = None
-) -> object:
+def parse_value(data: bytes, what: str, *, limit: int = MANIFEST_BYTES, duplicate: Duplicate | None = None) -> object:
     """As :func:`parse`, with any JSON value at the top."""
     if len(data) > limit:
         raise LimitError(f"{what} has {len(data)} bytes, more than the limit of {limit}")

@@ -39,7 +39,9 @@ class Manifest:
         for number, layer in enumerate(self.layers):
             if mediatype.is_encrypted(layer.media_type):
                 kind = shown(layer.media_type)
-                raise UnsupportedError(f"{what}: layer {number}, {layer.digest}, is encrypted ({kind}); decrypt the image")
+                raise UnsupportedError(
+                    f"{what}: layer {number}, {layer.digest}, is encrypted ({kind}); decrypt the image"
+                )
             if not mediatype.is_layer(layer.media_type):
                 kind = shown(layer.media_type)
                 raise UnsupportedError(f"{what} is not an image of tar layers: layer {number} is of type {kind}")

@@ -33,9 +33,7 @@ _LAYER = re.compile(
     r"application/vnd\.(?:oci\.image\.layer\.(?:nondistributable\.)?v1\.tar"
     r"|docker\.image\.rootfs\.(?:foreign\.)?diff\.tar)(?:[.+]([a-z0-9]+))?"
 )
-_FOREIGN = re.compile(
-    r"application/vnd\.(oci\.image\.layer\.nondistributable|docker\.image\.rootfs\.foreign)\."
-)
+_FOREIGN = re.compile(r"application/vnd\.(oci\.image\.layer\.nondistributable|docker\.image\.rootfs\.foreign)\.")
 
 
 def is_layer(media_type: str) -> bool:
@@ -52,13 +50,13 @@ def is_encrypted(media_type: str) -> bool:
     return media_type.endswith(("+encrypted", "+enc"))
 
 
-def compression(media_type: str) -> str | None:
-    """The claimed compression of a layer: ``gzip``, ``zstd``, …, None for a plain tar."""
+def compression(media_type: str) -> str:
+    """The claimed compression of a layer: ``gzip``, ``zstd``, …; empty for a plain tar."""
     match = _LAYER.fullmatch(media_type)
-    return match[1] if match else None
+    return match[1] or "" if match else ""
 
 
-def layer_type(compression: str | None) -> str:
+def layer_type(compression: str) -> str:
     """The OCI media type of a tar layer with this compression."""
     return f"{OCI_LAYER}+{compression}" if compression else OCI_LAYER
 

@@ -32,7 +32,7 @@ _PLATFORM = {
         "os.features": _TEXTS,
     },
 }
-_DESCRIPTOR = {
+_DESCRIPTOR: dict[str, Any] = {
     "type": "object",
     "required": ["mediaType", "digest", "size"],
     "properties": {
@@ -79,7 +79,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-def validate(kind: str, document: object, what: str) -> None:
+def validate(kind: str, document: Any, what: str) -> None:
     """Check ``document`` against one of :data:`SCHEMAS`.
 
     Raises:
@@ -89,7 +89,7 @@ def validate(kind: str, document: object, what: str) -> None:
         # The branch that says null is never the interesting one.
         deepest = max(error.context or [error], key=lambda e: len(e.absolute_path))
         place = what + _path(deepest.absolute_path)
-        raise MalformedError(f"{place} {_complaint(deepest.validator, deepest.validator_value, deepest.instance)}")
+        raise MalformedError(f"{place} {_complaint(str(deepest.validator), deepest.validator_value, deepest.instance)}")
 
 
 def _path(steps: Iterable[str | int]) -> str:
@@ -123,5 +123,6 @@ def _validator(kind: str) -> Validator:
 
     # JSON Schema calls 1.0 an integer. Here it is a fraction, as for every Go reader.
     checker = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-    validator: Validator = extend(Draft202012Validator, type_checker=checker)(SCHEMAS[kind])
+    strict = extend(Draft202012Validator, type_checker=checker)  # type: ignore[no-untyped-call]
+    validator: Validator = strict(SCHEMAS[kind])
     return validator

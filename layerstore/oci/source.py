@@ -19,6 +19,7 @@ from layerstore.oci.descriptor import Descriptor
 from layerstore.oci.files import FileRange
 from layerstore.oci.manifest import Manifest
 from layerstore.oci.platform import Platform
+from layerstore.tar.compression import SNIFFED, sniff
 
 Warn = Callable[[str], None]
 """Told, in one line, what is odd about a source but no reason to refuse it."""
@@ -75,7 +76,7 @@ class SourceImage:
         return BlobReader(file, descriptor, what)
 
     def _compare_type(self, file: FileRange, descriptor: Descriptor, what: str) -> None:
-        actual = mediatype.sniff(file.peek(what, mediatype.SNIFFED))
+        actual = sniff(file.peek(what, SNIFFED)).value
         if file.size and actual != mediatype.compression(descriptor.media_type):
             self.warn(
                 f"{what} is {actual or 'not compressed'}, though its media type is {descriptor.media_type}; "

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from layerstore.digest import Digest
 from layerstore.errors import CorruptError, NotFoundError
 from layerstore.oci import mediatype
 from layerstore.oci.descriptor import Descriptor
@@ -63,7 +64,7 @@ class Documents:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._links: dict[Descriptor_Key, tuple[Link, ...]] = {}
+        self._links: dict[tuple[Digest, int], tuple[Link, ...]] = {}
 
     def links(self, descriptor: Descriptor) -> tuple[Link, ...]:
         """The links of one document.
@@ -73,7 +74,7 @@ class Documents:
             CorruptError: it isn't what its descriptor says.
             MalformedError, UnsupportedError, LimitError: it can't be read with certainty.
         """
-        key = (str(descriptor.digest), descriptor.size)
+        key = (descriptor.digest, descriptor.size)
         known = self._links.get(key)
         if known is None:
             data = read_blob(self._store, descriptor, limit=DOCUMENT_BYTES)
@@ -98,13 +99,13 @@ def walk(documents: Documents, root: Descriptor, what: str) -> Iterator[Descript
         CorruptError: a document is missing or isn't what its descriptor says; ``what`` names the root in the message.
         MalformedError, UnsupportedError, LimitError: a document can't be read with certainty.
     """
-    yielded: set[str] = set()
-    expanded: set[str] = set()
+    yielded: set[Digest] = set()
+    expanded: set[Digest] = set()
     pending: list[tuple[Link, bool]] = [(Link(root), False)]
     while pending:
         link, descended = pending.pop()
         descriptor = link.descriptor
-        digest = str(descriptor.digest)
+        digest = descriptor.digest
         if not descended and is_document(descriptor):
             if digest not in expanded:
                 try:
@@ -118,6 +119,6 @@ def walk(documents: Documents, root: Descriptor, what: str) -> Iterator[Descript
                 pending.extend((each, False) for each in reversed(below))
             continue
         # Named as content here, and perhaps as a document elsewhere: then it is expanded there.
-        if digest not in yielded and not (link.optional and not documents.has(descriptor)):
+        if digest not in yielded and (descended or not link.optional or documents.has(descriptor)):
             yielded.add(digest)
             yield descriptor

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from layerstore.errors import (
     ConflictError,
+    ImgtoolError,
     MalformedError,
-    NotFoundError,
     UsageError,
     from_os_error,
     os_errors,
@@ -119,7 +119,7 @@ class _Scan:
             status = os.stat(top)
         if not stat.S_ISDIR(status.st_mode):
             raise UsageError(f"{printable(top)} is not a directory")
-        top = os.path.join(top, b".")  # the root may be given as a symlink
+        top = os.path.realpath(top)  # it may be given as a symlink, which here is no part of the tree
         root = Directory(self._attrs(top, status))
         stack = [(top, root)]
         while stack:
@@ -133,7 +133,11 @@ class _Scan:
 
     def _names(self, folder: bytes) -> list[bytes]:
         try:
-            return sorted(os.listdir(folder))
+            fd = os.open(folder, _OPEN_FLAGS | os.O_DIRECTORY)
+            try:
+                return sorted(map(os.fsencode, os.listdir(fd)))
+            finally:
+                os.close(fd)
         except OSError as error:
             raise _gone_or(error, folder, "list a directory of the tree") from error
 
@@ -234,7 +238,7 @@ def _signature(status: os.stat_result) -> int:
     return hash((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
-def _gone_or(error: OSError, path: bytes, what: str) -> Exception:
+def _gone_or(error: OSError, path: bytes, what: str) -> ImgtoolError:
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ELOOP):
         return _changed(path)
     return from_os_error(error, f"{what}: {printable(path)}")

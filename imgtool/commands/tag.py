@@ -1,0 +1,31 @@
+"""``imgtool tag``."""
+
+from __future__ import annotations
+
+import click
+
+from imgtool import render
+from imgtool.options import examples, json_option, store_option, writable_store
+from layerstore.image import find_target, parse_image, read_document
+from layerstore.publish import retag
+
+
+@click.command(
+    "tag",
+    short_help="Give an image another name.",
+    epilog=examples("imgtool tag repo repo:2026-11", "imgtool tag sha256:… rescued"),
+)
+@click.argument("name")
+@click.argument("new")
+@store_option
+@json_option
+def command(name: str, new: str, store: str | None, root: str | None, as_json: bool) -> None:
+    """Make NEW stand for the image that NAME (a tag or digest) stands for; NEW is moved where it exists."""
+    target_store = writable_store(store, root)
+    target = find_target(target_store, name)
+    image = parse_image(read_document(target_store, target, f"manifest of {name!r}"))
+    retag(target_store, target, image, new)
+    if as_json:
+        render.print_json({"tag": new, "manifest": str(target.digest)})
+    else:
+        render.print_line(f"{new}: {target.digest}")

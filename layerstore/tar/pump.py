@@ -1,0 +1,210 @@
+"""Moves a blob into its spool: two threads, so that decompression and hashing take a core each.
+
+::
+
+    pump: read ─▶ hash the blob ─▶ decompress ─▶ queue (bounded) ─▶ sink: append to the spool ─▶ hash the tar
+
+The pump never ends before the blob does, unless something fails: what follows the last member counts for size and
+digest. The calls that take time (read, hash, decompress, write) release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from layerstore.digest import Digest
+from layerstore.errors import CorruptError, ImgtoolError, LimitError, os_errors
+from layerstore.limits import Limits
+from layerstore.tar.compression import Compression, decompress
+from layerstore.tar.spool import Spool
+
+PIECE = 1 << 18  # bytes read at a time
+_QUEUED = 8  # pieces between pump and sink
+_PATIENCE = 1.0  # seconds that close() gives a read that does not return
+
+
+class Readable(Protocol):
+    """A binary stream, as far as it is used here."""
+
+    def read(self, size: int, /) -> bytes | None: ...
+
+
+class Promise(NamedTuple):
+    """What the descriptor of a blob says, as far as it is known."""
+
+    digest: Digest | None
+    size: int | None
+
+
+class LayerDigests(NamedTuple):
+    """What a layer turned out to be. ``diff_id`` and ``diff_size`` are of the decompressed tar."""
+
+    blob_digest: Digest
+    blob_size: int
+    diff_id: Digest
+    diff_size: int
+
+
+class Meter:
+    """The blob on its way in: counted, hashed, and stopped one byte behind its promised size."""
+
+    def __init__(
+        self, stream: Readable, head: bytes, promise: Promise, progress: Callable[[int], None] | None = None
+    ) -> None:
+        self._stream = stream
+        self._head = head
+        self._promise = promise
+        self._progress = progress
+        self._hasher = hashlib.new(promise.digest.algorithm if promise.digest is not None else "sha256")
+        self.size = 0
+
+    def pull(self) -> bytes:
+        """The next piece, empty at the end.
+
+        Raises:
+            CorruptError: the blob is longer or shorter than promised.
+        """
+        data, self._head = self._head, b""
+        if not data:
+            with os_errors("read layer"):
+                data = self._stream.read(PIECE) or b""
+        self.size += len(data)
+        promised = self._promise.size
+        if promised is not None and (self.size > promised or (not data and self.size < promised)):
+            actual = f"more than {promised}" if self.size > promised else str(self.size)
+            raise CorruptError("layer blob has another size than its descriptor", expected=str(promised), actual=actual)
+        if data:
+            self._hasher.update(data)
+            if self._progress is not None:
+                self._progress(self.size)
+        return data
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(self._hasher.name, self._hasher.hexdigest())
+
+    def check(self) -> None:
+        """Read what is left, and compare with what was promised.
+
+        Raises:
+            CorruptError: it is another blob.
+        """
+        while self.pull():
+            pass
+        if self._promise.digest is not None:
+            self._promise.digest.check(self._hasher, "layer blob has another digest than its descriptor")
+
+    @property
+    def promised(self) -> bool:
+        return self._promise != (None, None)
+
+
+class Pump:
+    """The two threads. ``spool`` None: a plain tar that needs no spool, so that hashing is all there is to do."""
+
+    def __init__(
+        self, meter: Meter, compression: Compression, spool: Spool | None, *, limits: Limits, algorithm: str
+    ) -> None:
+        self._meter = meter
+        self._compression = compression
+        self._spool = spool
+        self._limits = limits
+        self._hasher = hashlib.new(algorithm)
+        self._size = 0
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._skim = False  # the layer is refused; only the blob's digest still matters
+        self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED)
+        self._threads = (
+            threading.Thread(target=self._guard, args=(self._pump,), name="layer-pump", daemon=True),
+            threading.Thread(target=self._guard, args=(self._sink,), name="layer-sink", daemon=True),
+        )
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> LayerDigests:
+        """Wait for the end of the blob.
+
+        Raises:
+            ImgtoolError: what went wrong on the way, CorruptError first.
+        """
+        for thread in self._threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return LayerDigests(
+            self._meter.digest, self._meter.size, Digest(self._hasher.name, self._hasher.hexdigest()), self._size
+        )
+
+    def blame(self) -> None:
+        """The layer can't be read: raise CorruptError if that is because the blob isn't what was promised."""
+        if not self._meter.promised:
+            return
+        self._skim = True
+        for thread in self._threads:
+            thread.join()
+        if isinstance(self._error, CorruptError):
+            raise self._error
+
+    def close(self) -> None:
+        """End the threads. One that waits for a stream that does not come ends with its read."""
+        self._stopped = True
+        pump, sink = self._threads
+        if pump.ident is None:
+            return
+        pump.join(_PATIENCE)
+        if pump.is_alive():
+            self._queue.put(None)
+        sink.join()
+
+    # the threads
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._error = self._error or error
+            self._stopped = True
+            if self._spool is not None:
+                self._spool.fail(error)
+
+    def _pump(self) -> None:
+        try:
+            for piece in self._pieces():
+                self._size += len(piece)
+                if self._size > self._limits.layer_bytes:
+                    raise LimitError(
+                        f"layer is more than {self._limits.layer_bytes} bytes when decompressed, which is the limit"
+                    )
+                if self._stopped:
+                    return
+                if self._skim:
+                    break
+                self._queue.put(piece)
+            self._meter.check()
+        finally:
+            self._queue.put(None)
+
+    def _pieces(self) -> Iterator[bytes]:
+        """The decompressed layer; damage is looked at again when the blob's own digest is known."""
+        try:
+            yield from decompress(self._meter.pull, self._compression, memory=self._limits.decoder_memory)
+        except ImgtoolError:
+            if self._meter.promised:
+                self._meter.check()
+            raise
+
+    def _sink(self) -> None:
+        try:
+            while (piece := self._queue.get()) is not None:
+                if self._spool is not None:
+                    self._spool.append(piece)
+                self._hasher.update(piece)
+        finally:
+            if self._error is not None or self._stopped: ...

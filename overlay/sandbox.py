@@ -1,0 +1,479 @@
+"""Sandboxes: a stack of layers with an upper of its own, standing at ``<root>/sandboxes/<id>/rootfs``.
+
+::
+
+    <root>/sandboxes/<id>/
+        state.json      the commit: written last, removed first       (format)
+        upper/ work/    what is written in the sandbox; absent when read-only
+        empty/          the topmost lower of a read-only one
+        scratch.img, scratch/{upper,work}   instead of upper and work, with --scratch
+        rootfs/         the overlay
+        runs/           what runs in it now                           (runs)
+
+Whoever changes a sandbox holds flock on its directory. So at any time a directory is one of: locked (somebody is at
+it), with state.json (a sandbox, standing or not), or a leftover that :meth:`Sandboxes.recover` clears. The order of
+removal makes every crash one of these: state.json, runs, overlay, layers, scratch, files, directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+from layerstore.errors import (
+    ConflictError,
+    ImgtoolError,
+    MalformedError,
+    NotFoundError,
+    UsageError,
+    from_os_error,
+    os_errors,
+    printable,
+)
+from overlay import mountinfo, runs
+from overlay.deletion import remove_tree
+from overlay.format import MAX_SIZE, SandboxState, chain_of
+from overlay.holders import Holder, holders_of
+from overlay.layers import USER, LayerMounts, Leftover, MountableLayer
+from overlay.mountapi import MNT_DETACH, umount
+from overlay.overlayfs import check_filesystem, mount_overlay
+from overlay.privilege import require_root
+from overlay.scratch import create_scratch, remove_scratch, stray_loops, unmount_all
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """A sandbox as it was created. ``directory`` and ``rootfs`` are absolute paths."""
+
+    state: SandboxState
+    directory: str
+
+    @property
+    def id(self) -> str:
+        return self.state.id
+
+    @property
+    def rootfs(self) -> str:
+        return self.directory + "/rootfs"
+
+    @property
+    def upper(self) -> str | None:
+        """Where writes go, as the host sees it; None when read-only."""
+        return _writable(self.directory, self.state)[0]
+
+    def to_json(self) -> dict[str, object]:
+        state = self.state
+        return {
+            "id": state.id,
+            "rootfs": self.rootfs,
+            "mode": state.mode,
+            "receipt": dict(state.receipt),
+            "image": dict(state.image),
+            "layers": [f"sha256:{digest}" for digest in state.layers],
+            "chain": state.chain,
+            "read_only": state.read_only,
+            "scratch": state.scratch,
+            "upper": self.upper,
+            "created": state.created,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What removing a sandbox met.
+
+    Attributes:
+        id: the sandbox.
+        existed: False when there was nothing to remove.
+        stopped: runs that were killed.
+        holders: processes that still used its files, so that the mount was detached instead of unmounted: it and
+            the disk space go when they end.
+    """
+
+    id: str
+    existed: bool
+    stopped: tuple[str, ...] = ()
+    holders: tuple[Holder, ...] = ()
+
+
+class Sandboxes:
+    """The sandboxes of one node root. Any number of processes and threads may use it at once."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.abspath(root)
+        self.layers = LayerMounts(self.root)
+        self._directory = os.path.join(self.root, "sandboxes")
+
+    def create(
+        self,
+        layers: Sequence[MountableLayer],
+        *,
+        image: Mapping[str, object],
+        mode: str,
+        id: str | None = None,
+        read_only: bool = False,
+        scratch: int | None = None,
+        receipt: Mapping[str, object] | None = None,
+    ) -> Sandbox:
+        """Mount a new sandbox over ``layers``, bottom first.
+
+        Args:
+            layers: what the cache has ready; at least one.
+            image: name and digests, kept for ``list``.
+            mode: how the data of the layers are reached, kept for ``list``.
+            id: its name, ``[a-z0-9][a-z0-9._-]{0,62}``; None makes one up.
+            read_only: nothing can be written, and there is no upper.
+            scratch: bytes that the upper may take; None: what the node's filesystem has.
+            receipt: kept with the sandbox and given back.
+
+        Raises:
+            UsageError: a bad id, no layers, scratch of a read-only sandbox.
+            ConflictError: the id is taken.
+            PermissionError_: not root.
+            And what mounting raises; nothing stays behind then.
+        """
+        require_root()
+        if not layers:
+            raise UsageError("a sandbox needs at least one layer")
+        if read_only and scratch is not None:
+            raise UsageError("--scratch bounds what is written, and a read-only sandbox takes no writes")
+        name = secrets.token_hex(6) if id is None else _checked(id)
+        digests = tuple(layer.digest for layer in layers)
+        state = SandboxState(
+            id=name,
+            created=int(time.time()),
+            boot=self._boot_id,
+            mode=mode,
+            read_only=read_only,
+            scratch=scratch,
+            layers=digests,
+            chain=chain_of(digests),
+            image=image,
+            receipt=receipt or {},
+        )
+        encoded = state.to_bytes()
+        if len(encoded) > MAX_SIZE:
+            raise UsageError(f"image and receipt of sandbox {name} take more than {MAX_SIZE} bytes")
+        directory = f"{self._directory}/{name}"
+        with os_errors(f"create sandbox {name}"), self._claimed(name, directory) as fd:
+            try:
+                os.mkdir(directory + "/rootfs", 0o755)
+                if read_only:
+                    os.mkdir(directory + "/empty", 0o755)
+                elif scratch is not None:
+                    create_scratch(directory, scratch)
+                else:
+                    os.mkdir(directory + "/upper", 0o755)
+                    os.mkdir(directory + "/work", 0o700)
+                self._mount(state, directory, layers)
+                _publish(fd, encoded)
+            except BaseException:
+                self._clear(fd, directory, name, digests)
+                raise
+        return Sandbox(state, directory)
+
+    def resume(self, id: str, layers: Sequence[MountableLayer]) -> Sandbox:
+        """Mount a sandbox again that has lost its mounts but not its upper (somebody ran umount).
+
+        Raises:
+            ConflictError: ``layers`` are not those that its upper was written over, or the machine has been
+                restarted since, so that the upper may lack what was written last.
+            NotFoundError: no such sandbox.
+        """
+        require_root()
+        sandbox = self.get(id)
+        state = sandbox.state
+        chain = chain_of(layer.digest for layer in layers)
+        if chain != state.chain:
+            raise ConflictError(
+                f"the upper of sandbox {id} was written over layers {state.chain} and can't be used over {chain}"
+            )
+        if state.boot != self._boot_id and not state.read_only:
+            raise ConflictError(
+                f"sandbox {id} is from before the machine's last start, and what it wrote was never synced; "
+                f"remove it with `imgtool down {id}`"
+            )
+        with os_errors(f"resume sandbox {id}"), self._locked(sandbox.directory) as fd:
+            if fd is None or self.get(id).state != state:
+                raise NotFoundError(f"sandbox {id} was removed")
+            if self._stands(sandbox.directory):
+                return sandbox
+            work = _writable(sandbox.directory, state)[1]
+            if work is not None:  # a volatile overlay marks its work directory; the kernel wants a new one
+                work_parent = os.open(os.path.dirname(work), _DIRECTORY)
+                try:
+                    remove_tree(work_parent, b"work")
+                    os.mkdir("work", 0o700, dir_fd=work_parent)
+                finally:
+                    os.close(work_parent)
+            self._mount(state, sandbox.directory, layers)
+        return sandbox
+
+    def list(self) -> list[Sandbox]:
+        """All sandboxes by id; half made and half removed ones aren't."""
+        found = []
+        for name in self._names():
+            try:
+                found.append(self.get(name))
+            except NotFoundError:
+                pass
+        return found
+
+    def get(self, id: str) -> Sandbox:
+        """The sandbox ``id``.
+
+        Raises:
+            NotFoundError: no such sandbox.
+            MalformedError, UnsupportedError: its state.json is damaged or of another release.
+        """
+        directory = f"{self._directory}/{_checked(id)}"
+        try:
+            with open(directory + "/state.json", "rb", buffering=0) as stream:
+                text = stream.read(MAX_SIZE + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFoundError(f"no sandbox {id}; `imgtool ps` lists them") from None
+        except OSError as error:
+            raise from_os_error(error, f"read state of sandbox {id}") from error
+        state = SandboxState.from_bytes(text)
+        if state.id != id:
+            raise MalformedError(f"state of sandbox {id} is that of {printable(state.id)}")
+        return Sandbox(state, directory)
+
+    def stands(self, sandbox: Sandbox) -> bool:
+        """Whether its root filesystem is mounted now."""
+        return self._stands(sandbox.directory)
+
+    def remove(self, id: str) -> Removal:
+        """Stop what runs in the sandbox, unmount and delete it. A sandbox that is gone, or half gone, is fine.
+
+        Processes that hold files of it open don't stop this: they are reported and the mount is detached.
+
+        Raises:
+            UsageError: a bad id.
+            PermissionError_: not root.
+            UnavailableError: the kernel or a runtime refuses; calling again goes on where it stopped.
+        """
+        require_root()
+        directory = f"{self._directory}/{_checked(id)}"
+        with os_errors(f"remove sandbox {id}"), self._locked(directory) as fd:
+            if fd is None:
+                return Removal(id, existed=False)
+            try:
+                digests: tuple[str, ...] | None = self.get(id).state.layers
+            except ImgtoolError:  # no state, or one that can't be read: ask every layer
+                digests = None
+            try:
+                os.unlink("state.json", dir_fd=fd)
+            except FileNotFoundError:
+                pass
+            return self._clear(fd, directory, id, digests)
+
+    def recover(self) -> list[Leftover]:
+        """Find and clear what crashes left: parts of sandboxes, users of layers, mounts and loop devices.
+
+        Sandboxes that exist but have lost their mounts are reported and kept. What somebody is at this moment making
+        or removing is left alone. It reads all of mountinfo and is not for every call.
+
+        Raises:
+            PermissionError_: not root.
+            UnavailableError: something could not be cleared.
+        """
+        require_root()
+        found: list[Leftover] = []
+        with os_errors(f"recover {self.root}"):
+            for name in self._names():
+                found += self._recover_one(name)
+            found += self.layers.sweep(self._exists)
+            mounts = mountinfo.read()
+            for mount in [*mountinfo.below(self._directory, mounts), *mountinfo.below(self.root + "/layers", mounts)]:
+                path = os.fsdecode(mount.target)
+                if not self._owns(path):
+                    unmount_all(path)
+                    found.append(Leftover("mount", path, "unmounted"))
+            devices = {mount.device for mount in mounts}
+            for device in stray_loops(self._directory, devices):
+                found.append(Leftover("loop device", device, "freed"))
+        return found
+
+    def _recover_one(self, name: str) -> list[Leftover]:
+        directory = f"{self._directory}/{name}"
+        if not USER.fullmatch(name):
+            return [Leftover("unknown name", directory, "kept: not made by imgtool")]
+        with self._locked(directory, wait=False) as fd:
+            if fd is None:
+                return []
+            try:
+                sandbox = self.get(name)
+            except NotFoundError:
+                self._clear(fd, directory, name, None)
+                return [Leftover("part of a sandbox", directory, "removed")]
+            except ImgtoolError as error:
+                return [Leftover("sandbox", directory, f"kept: {error}; `imgtool down {name}` removes it")]
+            if self.stands(sandbox):
+                return []
+            return [Leftover("sandbox", directory, f"kept: not mounted; `imgtool down {name}` removes it")]
+
+    def _mount(self, state: SandboxState, directory: str, layers: Sequence[MountableLayer]) -> None:
+        lowers = [self.layers.attach(layer, state.id) for layer in layers]
+        upper, work = _writable(directory, state)
+        mount_overlay(
+            lowers,
+            upper,
+            work,
+            directory + "/rootfs",
+            empty=directory + "/empty",
+            read_only=state.read_only,
+            volatile=True,
+            checked=True,
+        )
+
+    def _clear(self, fd: int, directory: str, name: str, digests: tuple[str, ...] | None) -> Removal:
+        """Everything of a sandbox without state.json; its lock is held. ``digests`` None: not known."""
+        stopped = runs.stop_all(directory)
+        holders = _unmount(directory + "/rootfs")
+        for digest in self.layers.mounted() if digests is None else dict.fromkeys(digests):
+            self.layers.detach(digest, name)
+        if os.path.lexists(directory + "/scratch"):
+            remove_scratch(directory)
+        remove_tree(fd, b"upper")
+        remove_tree(fd, b"work")
+        remove_tree(fd, b"rootfs")
+        try:
+            os.rmdir(directory)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            parent = os.open(self._directory, _DIRECTORY)
+            try:
+                remove_tree(parent, os.fsencode(name))
+            finally:
+                os.close(parent)
+        return Removal(name, existed=True, stopped=tuple(stopped), holders=tuple(holders))
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self._directory))
+        except FileNotFoundError:
+            return []
+
+    def _exists(self, name: str) -> bool:
+        return os.path.isdir(f"{self._directory}/{name}")
+
+    def _owns(self, path: str) -> bool:
+        """Whether a mount at ``path`` belongs to a sandbox or layer that exists, or to one being made or removed."""
+        kind, _, rest = path.removeprefix(self.root + "/").partition("/")
+        name, _, inner = rest.partition("/")
+        if kind == "layers":
+            return inner == "mnt" and bool(self.layers.users(name))
+        return self._exists(name) and not inner.endswith("//deleted") and inner.partition("/")[0] in ("rootfs", "scratch")
+
+    def _stands(self, directory: str) -> bool:
+        try:
+            return os.stat(directory + "/rootfs").st_dev != os.stat(directory).st_dev
+        except FileNotFoundError:
+            return False
+
+    @cached_property
+    def _boot_id(self) -> str:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
+            return stream.read().strip()
+
+    @cached_property
+    def _prepared(self) -> bool:
+        """Once per process: the directory for sandboxes is there and can hold uppers."""
+        os.makedirs(self._directory, 0o700, exist_ok=True)
+        check_filesystem(self._directory)
+        return True
+
+    @contextmanager
+    def _claimed(self, name: str, directory: str) -> Iterator[int]:
+        """Make the sandbox's directory and hold its lock; yields its descriptor."""
+        assert self._prepared
+        while True:
+            try:
+                os.mkdir(directory, 0o700)
+            except FileExistsError:
+                if os.path.lexists(directory + "/state.json"):
+                    raise ConflictError(f"sandbox {name} exists; remove it or choose another id") from None
+                raise ConflictError(
+                    f"sandbox {name} is being made or removed, or was left by a crash (`imgtool down {name}` clears it)"
+                ) from None
+            with self._locked(directory) as fd:
+                if fd is not None:
+                    yield fd
+                    return
+            # recovery took the new directory for a leftover in the moment before it was locked
+
+    @contextmanager
+    def _locked(self, directory: str, *, wait: bool = True) -> Iterator[int | None]:
+        """Hold a sandbox's lock; None when it doesn't exist (any more), or with ``wait=False`` is taken."""
+        try:
+            fd = os.open(directory, _DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError):
+            yield None
+            return
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield None
+                return
+            yield fd if os.fstat(fd).st_nlink else None
+        finally:
+            os.close(fd)
+
+
+def _checked(id: str) -> str:
+    if not USER.fullmatch(id):
+        raise UsageError(
+            f"not a sandbox id: {printable(id)!r}; it takes 1 to 63 of a-z, 0-9, '.', '_' and '-', "
+            "and starts with a letter or digit"
+        )
+    return id
+
+
+def _writable(directory: str, state: SandboxState) -> tuple[str, str] | tuple[None, None]:
+    if state.read_only:
+        return None, None
+    base = directory + "/scratch" if state.scratch is not None else directory
+    return base + "/upper", base + "/work"
+
+
+def _publish(fd: int, text: bytes) -> None:
+    """state.json appears complete or not at all. Not synced: it means nothing after a restart."""
+    new = os.open("state.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd)
+    try:
+        written = os.write(new, text)
+        if written != len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
+    finally:
+        os.close(new)
+    os.rename("state.new", "state.json", src_dir_fd=fd, dst_dir_fd=fd)
+
+
+def _unmount(rootfs: str) -> list[Holder]:
+    """Unmount the overlay; who is in the way of that, in which case it is detached."""
+    try:
+        device = os.stat(rootfs).st_dev
+        umount(rootfs)
+        holders: list[Holder] = []
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return []  # not mounted
+        if error.errno != errno.EBUSY:
+            raise
+        holders = holders_of(device)
+        umount(rootfs, MNT_DETACH)
+    unmount_all(rootfs)
+    return holders
