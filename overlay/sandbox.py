@@ -21,6 +21,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,6 +106,38 @@ class Removal:
     holders: tuple[Holder, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _RootAttributes:
+    """Attributes of a layer's root directory.
+
+    The root of an overlay shows those of its upper, so a new upper takes over what the topmost layer says.
+    """
+
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    xattrs: tuple[tuple[str, bytes], ...]
+
+    @classmethod
+    def of(cls, directory: str) -> _RootAttributes:
+        status = os.stat(directory)
+        xattrs = tuple(
+            (name, os.getxattr(directory, name))
+            for name in os.listxattr(directory)
+            if not name.startswith("trusted.overlay.")
+        )
+        return cls(stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid, status.st_mtime_ns, xattrs)
+
+    def apply(self, directory: str) -> None:
+        if self.uid or self.gid:
+            os.chown(directory, self.uid, self.gid)
+        os.chmod(directory, self.mode)
+        for name, value in self.xattrs:
+            os.setxattr(directory, name, value)
+        os.utime(directory, ns=(self.mtime_ns, self.mtime_ns))
+
+
 class Sandboxes:
     """The sandboxes of one node root. Any number of processes and threads may use it at once."""
 
@@ -112,6 +145,7 @@ class Sandboxes:
         self.root = os.path.abspath(root)
         self.layers = LayerMounts(self.root)
         self._directory = os.path.join(self.root, "sandboxes")
+        self._roots: dict[str, _RootAttributes] = {}
 
     def create(
         self,
@@ -144,6 +178,8 @@ class Sandboxes:
         require_root()
         if not layers:
             raise UsageError("a sandbox needs at least one layer")
+        if len({layer.digest for layer in layers}) != len(layers):
+            raise UsageError("a layer is named twice; every layer of a stack is there once")
         if read_only and scratch is not None:
             raise UsageError("--scratch bounds what is written, and a read-only sandbox takes no writes")
         name = secrets.token_hex(6) if id is None else _checked(id)
@@ -168,13 +204,13 @@ class Sandboxes:
             try:
                 os.mkdir(directory + "/rootfs", 0o755)
                 if read_only:
-                    os.mkdir(directory + "/empty", 0o755)
+                    os.mkdir(directory + "/empty")
                 elif scratch is not None:
                     create_scratch(directory, scratch)
                 else:
-                    os.mkdir(directory + "/upper", 0o755)
+                    os.mkdir(directory + "/upper")
                     os.mkdir(directory + "/work", 0o700)
-                self._mount(state, directory, layers)
+                self._mount(state, directory, layers, new=True)
                 _publish(fd, encoded)
             except BaseException:
                 self._clear(fd, directory, name, digests)
@@ -215,7 +251,7 @@ class Sandboxes:
                     os.mkdir("work", 0o700, dir_fd=work_parent)
                 finally:
                     os.close(work_parent)
-            self._mount(state, sandbox.directory, layers)
+            self._mount(state, sandbox.directory, layers, new=False)
         return sandbox
 
     def list(self) -> list[Sandbox]:
@@ -322,9 +358,13 @@ class Sandboxes:
                 return []
             return [Leftover("sandbox", directory, f"kept: not mounted; `imgtool down {name}` removes it")]
 
-    def _mount(self, state: SandboxState, directory: str, layers: Sequence[MountableLayer]) -> None:
+    def _mount(
+        self, state: SandboxState, directory: str, layers: Sequence[MountableLayer], *, new: bool
+    ) -> None:
         lowers = [self.layers.attach(layer, state.id) for layer in layers]
         upper, work = _writable(directory, state)
+        if new:
+            self._root_attributes(layers[-1].digest, lowers[-1]).apply(upper or directory + "/empty")
         mount_overlay(
             lowers,
             upper,
@@ -359,6 +399,14 @@ class Sandboxes:
                 os.close(parent)
         return Removal(name, existed=True, stopped=tuple(stopped), holders=tuple(holders))
 
+    def _root_attributes(self, digest: str, mount_point: str) -> _RootAttributes:
+        found = self._roots.get(digest)
+        if found is None:
+            if len(self._roots) >= 1024:
+                self._roots.clear()
+            found = self._roots[digest] = _RootAttributes.of(mount_point)
+        return found
+
     def _names(self) -> list[str]:
         try:
             return sorted(os.listdir(self._directory))
@@ -372,9 +420,9 @@ class Sandboxes:
         """Whether a mount at ``path`` belongs to a sandbox or layer that exists, or to one being made or removed."""
         kind, _, rest = path.removeprefix(self.root + "/").partition("/")
         name, _, inner = rest.partition("/")
-        if kind == "layers":
-            return inner == "mnt" and bool(self.layers.users(name))
-        return self._exists(name) and not inner.endswith("//deleted") and inner.partition("/")[0] in ("rootfs", "scratch")
+        if kind == "layers":  # those that are there are sweep's, which looks under their lock
+            return inner == "mnt" and os.path.isdir(f"{self.root}/layers/{name}")
+        return self._exists(name) and inner.partition("/")[0] in ("rootfs", "scratch")
 
     def _stands(self, directory: str) -> bool:
         try:

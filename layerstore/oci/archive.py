@@ -39,6 +39,10 @@ LINKS = 32
 """Most links followed for one name; the kernel stops at 40."""
 
 
+NAME_LIMIT = 4096
+"""Characters of a name that is looked for: PATH_MAX (linux/limits.h)."""
+
+
 class _Entry(NamedTuple):
     """What is kept of a member: the place of a file's bytes, or where a link leads; neither for anything else."""
 
@@ -73,6 +77,8 @@ class ArchiveFiles:
         return self._location
 
     def find(self, name: str) -> FileRange | None:
+        if len(name) > NAME_LIMIT:
+            raise MalformedError(f"a name of {len(name)} characters in {self._location}: {shown(name)}")
         entry = self._follow(name)
         if entry is None:
             return None
@@ -131,17 +137,20 @@ class ArchiveFiles:
             raise type(error)(f"{self._location}: {error}") from error
 
     def _decompress(self, file: FileRange, compression: Compression, scratch: str, limits: Limits) -> FileRange:
-        with os_errors(f"decompress {self._location} into {printable(scratch)}"):
-            with open(file.open(), "rb", buffering=0) as stored, contextlib.ExitStack() as stack:
-                target, path = tempfile.mkstemp(prefix="archive-", dir=scratch)
-                self._scratch_path = path
-                output = stack.enter_context(open(target, "wb"))
-                size = 0
-                for piece in decompress(lambda: stored.read(PIECE), compression, memory=limits.decoder_memory):
-                    size += len(piece)
-                    if size > limits.layer_bytes:
-                        raise LimitError(f"more than the limit of {limits.layer_bytes} bytes when decompressed")
-                    output.write(piece)
+        with (
+            os_errors(f"decompress {self._location} into {printable(scratch)}"),
+            open(file.open(), "rb", buffering=0) as stored,
+            contextlib.ExitStack() as stack,
+        ):
+            target, path = tempfile.mkstemp(prefix="archive-", dir=scratch)
+            self._scratch_path = path
+            output = stack.enter_context(open(target, "wb"))
+            size = 0
+            for piece in decompress(lambda: stored.read(PIECE), compression, memory=limits.decoder_memory):
+                size += len(piece)
+                if size > limits.layer_bytes:
+                    raise LimitError(f"more than the limit of {limits.layer_bytes} bytes when decompressed")
+                output.write(piece)
         return FileRange(path, 0, size)
 
     def _index(self, file: FileRange, limits: Limits, warn: Warn) -> dict[bytes, _Entry]:

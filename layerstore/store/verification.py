@@ -146,4 +146,5 @@ def _verify_reference(
                     Fault.SIZE, f"{what} says blob {digest} has {descriptor.size} bytes, it has {size}", digest, name
                 )
     except ImgtoolError as error:
-        yield Finding(Fault.REFERENCE, str(error), reference=name)
+        message = str(error) if what in str(error) else f"{what}: {error}"
+        yield Finding(Fault.REFERENCE, message, reference=name)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from layerstore.digest import Digest
-from layerstore.errors import CorruptError, ImgtoolError, LimitError, os_errors
+from layerstore.errors import CorruptError, LimitError, MalformedError, os_errors
 from layerstore.limits import Limits
 from layerstore.tar.compression import Compression, decompress
 from layerstore.tar.spool import Spool
@@ -104,7 +104,15 @@ class Meter:
 
 
 class Pump:
-    """The two threads. ``spool`` None: a plain tar that needs no spool, so that hashing is all there is to do."""
+    """The two threads.
+
+    Args:
+        meter: the blob.
+        compression: what is done to it.
+        spool: where the tar goes; None if the blob is a plain file that needs no copy.
+        limits: bounds on the tar's size and the decoder's window.
+        algorithm: of the tar's digest.
+    """
 
     def __init__(
         self, meter: Meter, compression: Compression, spool: Spool | None, *, limits: Limits, algorithm: str
@@ -113,98 +121,98 @@ class Pump:
         self._compression = compression
         self._spool = spool
         self._limits = limits
-        self._hasher = hashlib.new(algorithm)
+        same = compression is Compression.NONE and algorithm == meter.digest.algorithm
+        self._hasher = None if same else hashlib.new(algorithm)
         self._size = 0
         self._error: BaseException | None = None
-        self._stopped = False
-        self._skim = False  # the layer is refused; only the blob's digest still matters
+        self._stopped = False  # nobody wants the rest
+        self._skim = False  # the layer is refused, only the blob's digest still matters
+        self._done = threading.Event()
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED)
-        self._threads = (
-            threading.Thread(target=self._guard, args=(self._pump,), name="layer-pump", daemon=True),
-            threading.Thread(target=self._guard, args=(self._sink,), name="layer-sink", daemon=True),
-        )
+        self._pump_thread = threading.Thread(target=self._pump, name="layer-pump", daemon=True)
+        self._sink_thread = threading.Thread(target=self._sink, name="layer-sink", daemon=True)
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        self._sink_thread.start()
+        self._pump_thread.start()
 
     def finish(self) -> LayerDigests:
         """Wait for the end of the blob.
 
         Raises:
-            ImgtoolError: what went wrong on the way, CorruptError first.
+            ImgtoolError: what went wrong on the way.
         """
-        for thread in self._threads:
-            thread.join()
+        self._done.wait()
         if self._error is not None:
             raise self._error
-        return LayerDigests(
-            self._meter.digest, self._meter.size, Digest(self._hasher.name, self._hasher.hexdigest()), self._size
-        )
+        blob = self._meter.digest
+        diff_id = blob if self._hasher is None else Digest(self._hasher.name, self._hasher.hexdigest())
+        return LayerDigests(blob, self._meter.size, diff_id, self._size)
 
     def blame(self) -> None:
         """The layer can't be read: raise CorruptError if that is because the blob isn't what was promised."""
-        if not self._meter.promised:
-            return
-        self._skim = True
-        for thread in self._threads:
-            thread.join()
-        if isinstance(self._error, CorruptError):
-            raise self._error
+        if self._meter.promised:
+            self._skim = True
+            self._done.wait()
+            if isinstance(self._error, CorruptError):
+                raise self._error
 
-    def close(self) -> None:
-        """End the threads. One that waits for a stream that does not come ends with its read."""
+    def close(self) -> bool:
+        """End the threads. False: one still waits for the blob's stream, and ends when its read returns."""
         self._stopped = True
-        pump, sink = self._threads
-        if pump.ident is None:
-            return
-        pump.join(_PATIENCE)
-        if pump.is_alive():
+        self._pump_thread.join(_PATIENCE)
+        stuck = self._pump_thread.is_alive()
+        if stuck:
             self._queue.put(None)
-        sink.join()
+        self._sink_thread.join()
+        return not stuck
 
     # the threads
-
-    def _guard(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._error = self._error or error
-            self._stopped = True
-            if self._spool is not None:
-                self._spool.fail(error)
 
     def _pump(self) -> None:
         try:
             for piece in self._pieces():
                 self._size += len(piece)
                 if self._size > self._limits.layer_bytes:
-                    raise LimitError(
-                        f"layer is more than {self._limits.layer_bytes} bytes when decompressed, which is the limit"
-                    )
+                    limit = self._limits.layer_bytes
+                    raise LimitError(f"layer is more than {limit} bytes when decompressed, which is the limit")
                 if self._stopped:
                     return
                 if self._skim:
                     break
-                self._queue.put(piece)
+                if self._spool is not None or self._hasher is not None:
+                    self._queue.put(piece)
             self._meter.check()
+        except BaseException as error:
+            self._error = self._error or error
         finally:
             self._queue.put(None)
 
     def _pieces(self) -> Iterator[bytes]:
-        """The decompressed layer; damage is looked at again when the blob's own digest is known."""
+        """The tar in pieces; damage is the blob's if its own digest is wrong too."""
         try:
             yield from decompress(self._meter.pull, self._compression, memory=self._limits.decoder_memory)
-        except ImgtoolError:
+        except MalformedError:
             if self._meter.promised:
                 self._meter.check()
             raise
 
     def _sink(self) -> None:
-        try:
-            while (piece := self._queue.get()) is not None:
+        while (piece := self._queue.get()) is not None:
+            if self._stopped:
+                continue  # the pump must not wait for room
+            try:
                 if self._spool is not None:
                     self._spool.append(piece)
-                self._hasher.update(piece)
-        finally:
-            if self._error is not None or self._stopped: ...
+                if self._hasher is not None:
+                    self._hasher.update(piece)
+            except BaseException as error:
+                self._error = self._error or error
+                self._stopped = True
+        if self._spool is not None:
+            # Only now, behind everything that could still be read: the reader's view doesn't depend on timing.
+            if self._error is not None:
+                self._spool.fail(self._error)
+            else:
+                self._spool.end()
+        self._done.set()

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from layerstore.errors import LimitError, MalformedError, UnsupportedError, printable
 from layerstore.limits import Limits
+from layerstore.tar.member import Member
 from layerstore.tree.attributes import AttributeTable
 from layerstore.tree.difference import overlay_delta
 from layerstore.tree.inode import Attrs, ByteSource, Directory, Extent, File, Inode, Special, Symlink, walk
@@ -38,30 +38,7 @@ _OPAQUE = b".wh..wh..opq"
 _AUFS = b".wh..wh."
 _AUFS_LINKS = b".wh..wh.plnk"
 
-
-class Member(Protocol):
-    """A tar member, as far as it matters here: :class:`layerstore.tar.member.Member`."""
-
-    @property
-    def path(self) -> bytes: ...
-    @property
-    def kind(self) -> int: ...
-    @property
-    def hardlink(self) -> bytes | None: ...
-    @property
-    def attrs(self) -> Attrs: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def target(self) -> bytes: ...
-    @property
-    def major(self) -> int: ...
-    @property
-    def minor(self) -> int: ...
-    @property
-    def data(self) -> tuple[tuple[int, int, int], ...]: ...
-    @property
-    def offset(self) -> int: ...
+_WARNINGS = 100  # of one layer, before the rest is only counted
 
 
 class _PendingLink(Inode):
@@ -84,9 +61,9 @@ class Merge:
 
     def __init__(self, *, lower: Directory | None = None, warn: Callable[[str], None], limits: Limits) -> None:
         self._lower = lower
-        self._warn = warn
+        self._tell = warn
         self._limits = limits
-        self._table = AttributeTable(warn)
+        self._table = AttributeTable(self._warn)
         self._view = View(Directory(IMPLIED) if lower is None else lower, self._warn_replaced)
         self._members = 0
         self._linked: dict[int, Inode] = {}
@@ -94,6 +71,7 @@ class Merge:
         self._pending: list[tuple[Node, bytes, _PendingLink]] = []
         self._aufs_links: dict[Parts, Inode] = {}
         self._parent: tuple[bytes, Node] | None = None
+        self._warnings = 0
 
     def apply(self, members: Iterable[Member], source: ByteSource) -> None:
         """Apply one layer; ``source`` is its decompressed stream, to which file data will refer.
@@ -110,9 +88,12 @@ class Merge:
                 raise LimitError(f"the image has more than {self._limits.entries:,} entries, which is the limit set")
             self._apply(member, source)
         self._resolve_pending()
+        self._view.end()
         self._aufs_links = {}
         self._parent = None
-        self._view.end()
+        if self._warnings > _WARNINGS:
+            self._tell(f"{self._warnings - _WARNINGS:,} more warnings about this layer")
+        self._warnings = 0
 
     def tree(self) -> Directory:
         """The whole tree, or the delta over ``lower``. Later layers don't change what was returned."""
@@ -290,6 +271,11 @@ class Merge:
                 )
 
     # -- warnings ---------------------------------------------------------------------------------------------------
+
+    def _warn(self, line: str) -> None:
+        self._warnings += 1
+        if self._warnings <= _WARNINGS:
+            self._tell(line)
 
     def _warn_duplicate(self, member: Member) -> None:
         self._warn(f"{printable(member.path)}: in the layer more than once; the last one counts")

@@ -1,0 +1,47 @@
+"""``imgtool down``."""
+
+from __future__ import annotations
+
+import click
+
+from imgtool import render
+from imgtool.options import examples, json_option, root_option, root_path
+from layerstore.errors import UsageError
+from overlay.sandbox import Sandboxes
+
+
+@click.command(
+    "down",
+    short_help="Remove sandboxes.",
+    epilog=examples("imgtool down 3fa9c1d2e4b5", "imgtool down --all"),
+)
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("--all", "everything", is_flag=True, help="Every sandbox of this node, and what crashed ones left.")
+@root_option
+@json_option
+def command(ids: tuple[str, ...], everything: bool, root: str | None, as_json: bool) -> None:
+    """Stop what runs in the sandboxes, unmount and delete them. One that is gone already is fine."""
+    if bool(ids) == everything:
+        raise UsageError("name sandboxes, or say --all")
+    sandboxes = Sandboxes(root_path(root))
+    names = [sandbox.id for sandbox in sandboxes.list()] if everything else list(ids)
+    removals = [sandboxes.remove(name) for name in names]
+    leftovers = sandboxes.recover() if everything else []
+    for removal in removals:
+        for holder in removal.holders:
+            render.warn(f"{removal.id}: {holder} still uses its files; they go when it ends")
+    if as_json:
+        render.print_json(
+            {
+                "removed": [
+                    {"id": removal.id, "existed": removal.existed, "stopped": list(removal.stopped)}
+                    for removal in removals
+                ],
+                "leftovers": [{"kind": item.kind, "path": item.path, "action": item.action} for item in leftovers],
+            }
+        )
+        return
+    for removal in removals:
+        render.print_line(f"{removal.id} {'removed' if removal.existed else 'was gone already'}")
+    for item in leftovers:
+        render.print_line(f"{item.kind} {item.path}: {item.action}")

@@ -1,0 +1,77 @@
+"""What ``verify`` looks into once every blob has been compared with its name: packs and metadata images."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import partial
+
+from layerstore.digest import Digest
+from layerstore.errors import CorruptError, ImgtoolError
+from layerstore.image import Layer, parse_image, read_document
+from layerstore.opened import open_layer
+from layerstore.pack.format import BLOCK_SIZE, ChunkRecord, unpack_chunk_list
+from layerstore.pack.reader import FrameIndex, read_span
+from layerstore.pack.stored import StoredPack
+from layerstore.oci.descriptor import Descriptor
+from layerstore.progress import SILENT, Progress
+from layerstore.store.protocol import Store
+from layerstore.store.verification import Fault, Finding
+
+
+class ContentCheck:
+    """Remembers what it has seen, so that what images share is checked once."""
+
+    def __init__(self, progress: Progress = SILENT) -> None:
+        self._progress = progress
+        self._seen: set[Digest] = set()
+
+    def __call__(self, store: Store, name: str, target: Descriptor) -> Iterator[Finding]:
+        """Everything that is wrong with an image whose blobs are all there and whole."""
+        try:
+            image = parse_image(read_document(store, target, f"manifest of {name!r}"))
+        except ImgtoolError as error:
+            yield Finding(Fault.CONTENT, str(error), target.digest, name)
+            return
+        for layer in image.layers:
+            for blob, check in [
+                *((pack.blob, partial(self._check_pack, store, pack)) for pack in layer.packs),
+                (layer.blob, partial(_check_layer, store, layer)),
+            ]:
+                if blob in self._seen:
+                    continue
+                self._seen.add(blob)
+                try:
+                    check()
+                except ImgtoolError as error:
+                    yield Finding(Fault.CONTENT, str(error), blob, name)
+
+    def _check_pack(self, store: Store, pack: StoredPack) -> None:
+        """Every frame by its sha256, every chunk by its own, and all of it by the pack's digest."""
+        raw_hash = hashlib.sha256()
+        with store.open(pack.blob) as blob:
+            index = FrameIndex.read(pack, blob)
+            records, _ = unpack_chunk_list(read_span(blob, pack.chunk_list, f"chunk list of pack {pack.digest}"))
+            chunks = ChunkRecord.STRUCT.iter_unpack(records)
+            self._progress.start("verify packs", pack.blob_size)
+            buffer = bytearray()
+            key, blocks = next(chunks, (b"", 0))
+            for number in range(len(index)):
+                start, length = index.blob_range(range(number, number + 1))
+                raw = index.decode(number, blob.read_at(start, length))
+                raw_hash.update(raw)
+                buffer += raw
+                while blocks and len(buffer) >= blocks * BLOCK_SIZE:
+                    if hashlib.sha256(memoryview(buffer)[: blocks * BLOCK_SIZE]).digest() != key:
+                        raise CorruptError(f"chunk {key.hex()} of pack {pack.digest} is another than its list says")
+                    del buffer[: blocks * BLOCK_SIZE]
+                    key, blocks = next(chunks, (b"", 0))
+                self._progress.advance(length)
+        if buffer or blocks:
+            raise CorruptError(f"the chunk list of pack {pack.digest} does not cover the pack")
+        pack.digest.check(raw_hash, f"raw bytes of pack {pack.digest}")
+
+
+def _check_layer(store: Store, layer: Layer) -> None:
+    with open_layer(store, layer):
+        pass  # opening checks the digest, the structure, and the device table against the manifest

@@ -1,0 +1,47 @@
+"""Files of an image, seen as a process inside it would: links stay within its root, nothing of the host is read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from layerstore.errors import LimitError, MalformedError, from_os_error, printable
+from overlay.mountapi import open_in_root
+
+READ_LIMIT = 16 << 20
+"""Bytes of a file that is read whole (/etc/passwd and its like)."""
+
+
+def read_in_root(rootfs: str, path: str, limit: int = READ_LIMIT) -> bytes | None:
+    """The content of the regular file ``path`` of the tree at ``rootfs``; None when it isn't there.
+
+    A dangling link, or a link to something of the host, is a file that isn't there.
+
+    Raises:
+        MalformedError: it is there, and no regular file.
+        LimitError: it is longer than ``limit``.
+        UnavailableError, PermissionError_: it can't be read.
+    """
+    shown = printable(path)
+    try:
+        root = os.open(rootfs, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # a FIFO must not block us, nor a terminal become ours
+            fd = open_in_root(root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        finally:
+            os.close(root)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise from_os_error(error, f"open {shown} of the image") from error
+    with os.fdopen(fd, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise MalformedError(f"{shown} of the image is not a regular file")
+        try:
+            content = stream.read(limit + 1)
+        except OSError as error:
+            raise from_os_error(error, f"read {shown} of the image") from error
+    if len(content) > limit:
+        raise LimitError(f"{shown} of the image has more than {limit} bytes")
+    return content
