@@ -10,7 +10,7 @@ _FORM = re.compile(r"(\d{1,15})\s*([KMGT]?)(?:iB|i|B)?", re.IGNORECASE)
 _SHIFT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType):  # type: ignore[type-arg]
     """``10G``, ``512MiB``, ``4096``: powers of 1024, as qemu-img and docker take them. The value is in bytes."""
 
     name = "size"

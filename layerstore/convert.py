@@ -37,7 +37,8 @@ from layerstore.oci.source import SourceImage
 from layerstore.oci.source_name import SourceName
 from layerstore.oci.transport import open_source
 from layerstore.opened import open_layer
-from layerstore.pack.chunks import BLOCK_SIZE, ChunkTable, Sizes, chunk_files, pieces, read_piece
+from layerstore.pack.chunks import ChunkTable, Sizes, chunk_files, pieces, read_piece
+from layerstore.pack.format import BLOCK_SIZE
 from layerstore.pack.reuse import Reuse, choose, find
 from layerstore.pack.stored import StoredPack
 from layerstore.pack.writer import DEFAULT_LEVEL, PackWriter
@@ -449,17 +450,14 @@ def _write_metadata(
     with tempfile.TemporaryFile(dir=scratch) as file, store.upload() as upload:
         with os_errors("write the metadata image"):
             summary = write_image(tree, devices, file)
-        progress.start("metadata", summary.size)
-        compressor = zstandard.ZstdCompressor(level=_METADATA_LEVEL).compressobj(size=summary.size)
+        progress.start("metadata", summary.bytes)
+        compressor = zstandard.ZstdCompressor(level=_METADATA_LEVEL).compressobj(size=summary.bytes)
         file.seek(0)
-        hasher = Digest.of(b"").hasher()
         while piece := file.read(_HASH_STEP):
-            hasher.update(piece)
             upload.write(compressor.compress(piece))
             progress.advance(len(piece))
         upload.write(compressor.flush())
-        raw = Digest.from_raw(hasher.digest())
         blob, size = upload.digest(), upload.size
         lease.pin([blob])
         upload.commit(blob, size)
-    return raw, summary.size, blob, size
+    return summary.digest, summary.bytes, blob, size

@@ -14,7 +14,7 @@ import zstandard
 from layerstore.digest import Digest
 from layerstore.erofs.checker import require_sound
 from layerstore.erofs.reader import Image as ErofsImage
-from layerstore.erofs.reader import load_tree
+from layerstore.erofs.tree import load_tree
 from layerstore.errors import CorruptError, os_errors
 from layerstore.image import Image, Layer
 from layerstore.pack.reader import PackReader

@@ -12,7 +12,9 @@ import os
 from collections.abc import Mapping, Sequence
 
 from layerstore.errors import UsageError, os_errors, printable
-from overlay.process import Process
+from layerstore.oci.config import RunConfig
+from overlay.process import Process, process_of
+from overlay.sandbox import Sandbox
 
 OCI_VERSION = "1.0.2"
 
@@ -117,26 +119,50 @@ def runtime_config(
     }
 
 
-def write_bundle(directory: str, config: Mapping[str, object]) -> str:
-    """Write ``config.json`` into ``directory``, made if it is missing; returns the file's path.
+def write_bundle(
+    directory: str,
+    sandbox: Sandbox,
+    config: RunConfig,
+    *,
+    args: Sequence[str] | None = None,
+    terminal: bool = False,
+    mounts: Sequence[Mapping[str, object]] = (),
+) -> str:
+    """Write ``config.json`` for a standing sandbox into ``directory``, made if it is missing; returns the file's path.
+
+    Args:
+        directory: the bundle; the root filesystem stays where the sandbox has it.
+        sandbox: where to run.
+        config: what the image wants to run.
+        args: a whole command line instead of the image's.
+        terminal: see :func:`runtime_config`.
+        mounts: see :func:`runtime_config`.
 
     Raises:
-        UsageError: ``directory`` has a config.json already.
-        NoSpaceError, PermissionError_: as they say.
+        UsageError: ``directory`` has a config.json already, or there is nothing to run.
+        NotFoundError, MalformedError: see :func:`overlay.process.process_of`.
+        NoSpaceError, PermissionError_: it can't be written.
     """
+    document = runtime_config(
+        process_of(config, sandbox.rootfs, args),
+        sandbox.rootfs,
+        hostname=sandbox.id,
+        read_only=sandbox.state.read_only,
+        terminal=terminal,
+        mounts=mounts,
+    )
     path = os.path.join(directory, "config.json")
     with os_errors(f"write bundle {printable(directory)}"):
         os.makedirs(directory, exist_ok=True)
-        if os.path.lexists(path):
-            raise UsageError(f"{printable(path)} exists; choose another directory for the bundle")
         new = path + ".new"
         try:
-            with open(new, "w", encoding="utf-8", errors="surrogateescape") as stream:
-                json.dump(config, stream, indent=2, ensure_ascii=False)
+            with open(new, "x", encoding="utf-8", errors="surrogateescape") as stream:
+                json.dump(document, stream, indent=2, ensure_ascii=False)
                 stream.write("\n")
-            os.rename(new, path)
-        except BaseException:
+            os.link(new, path)
+        except FileExistsError:
+            raise UsageError(f"{printable(path)} exists; choose another directory for the bundle") from None
+        finally:
             if os.path.lexists(new):
                 os.unlink(new)
-            raise
     return path

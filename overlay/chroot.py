@@ -5,8 +5,8 @@ namespace, mounts /proc, /sys and /dev, makes the root filesystem its root (and 
 signals on and collects orphans; the *command* drops to its user and executes. When the init ends, the kernel kills
 whatever else the command has started; when the caller dies, all of them are killed.
 
-It is a chroot with its own mounts and pids and no sandbox against hostile code: root in it keeps all capabilities,
-and there is neither seccomp nor a cgroup.
+Capabilities, masked and read-only paths are those of :mod:`overlay.bundle`; there is neither seccomp nor a cgroup nor a
+host name of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 from layerstore.errors import UnavailableError, printable
 from overlay import runs, signals
+from overlay.bundle import CAPABILITIES, MASKED_PATHS, READONLY_PATHS
 from overlay.mountapi import (
     CLONE_NEWIPC,
     CLONE_NEWNS,
@@ -33,8 +33,10 @@ from overlay.mountapi import (
     MS_PRIVATE,
     MS_RDONLY,
     MS_REC,
+    MS_REMOUNT,
     MS_STRICTATIME,
     die_with_parent,
+    drop_capabilities,
     mount,
     pivot_root,
     umount,
@@ -72,11 +74,11 @@ def run_in_chroot(process: Process, rootfs: str, sandbox: str) -> int:
     name = f"chroot-{os.getpid()}-{os.urandom(4).hex()}"
     reader, writer = os.pipe2(os.O_CLOEXEC)
     with signals.held() as mask:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        caller = os.getpid()
         monitor = os.fork()
         if monitor == 0:
-            _child(writer, lambda: _monitor(process, rootfs, sandbox, name, writer, mask, reader))
+            os.close(reader)
+            _child(writer, lambda: _monitor(process, rootfs, sandbox, name, writer, mask, caller))
         try:
             os.close(writer)
             failure = _read_all(reader)
@@ -125,10 +127,12 @@ def _child(failures: int, body: Callable[[], int]) -> NoReturn:
 
 
 def _monitor(
-    process: Process, rootfs: str, sandbox: str, name: str, failures: int, mask: frozenset[int], reader: int
+    process: Process, rootfs: str, sandbox: str, name: str, failures: int, mask: frozenset[int], caller: int
 ) -> int:
-    os.close(reader)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.FORWARDED | {signal.SIGCHLD})
     die_with_parent(signal.SIGKILL)
+    if os.getppid() != caller:
+        return 1  # it died before it could take us with it
     unshare(CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     ready, go = os.pipe2(os.O_CLOEXEC)
@@ -143,9 +147,7 @@ def _monitor(
     return signals.wait(init)
 
 
-def _init(
-    process: Process, rootfs: str, failures: int, mask: frozenset[int], ready: int, go: int
-) -> int:
+def _init(process: Process, rootfs: str, failures: int, mask: frozenset[int], ready: int, go: int) -> int:
     os.close(go)
     die_with_parent(signal.SIGKILL)
     if not os.read(ready, 1):
@@ -180,9 +182,25 @@ def _enter(rootfs: str) -> None:
     mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, b"newinstance,ptmxmode=0666,mode=0620,gid=5")
     mount("shm", "dev/shm", "tmpfs", flags, b"mode=1777,size=65536k")
     mount("mqueue", "dev/mqueue", "mqueue", flags)
+    _hide()
     pivot_root(".", ".")  # the old root ends up on top of the new one at "."
     umount(".", MNT_DETACH)
     os.chdir("/")
+
+
+def _hide() -> None:
+    """Cover what the kernel offers in /proc and /sys to root alone, as OCI runtimes do."""
+    for path in READONLY_PATHS:
+        inside = path.lstrip("/")
+        if os.path.lexists(inside):
+            mount(inside, inside, "", MS_BIND | MS_REC)
+            mount("none", inside, "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NOEXEC | MS_NODEV)
+    for path in MASKED_PATHS:
+        inside = path.lstrip("/")
+        if os.path.isdir(inside):
+            mount("tmpfs", inside, "tmpfs", MS_RDONLY)
+        elif os.path.lexists(inside):
+            mount("/dev/null", inside, "", MS_BIND)
 
 
 def _mount_point(name: str) -> None:
@@ -218,6 +236,7 @@ def _reap(command: int) -> int:
 
 def _execute(process: Process, mask: frozenset[int], failures: int) -> int:
     user = process.user
+    drop_capabilities(keep=CAPABILITIES)
     os.setgroups(user.additional_gids)
     os.setgid(user.gid)
     try:

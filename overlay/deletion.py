@@ -50,7 +50,7 @@ def remove_tree(parent_fd: int, name: bytes) -> None:
 
 
 def _empty(top: int, shown: str) -> bool:
-    """Remove what is in ``top``, which stays open; True when directories were moved up to it and it takes another go."""
+    """Remove what is in ``top``, which stays open; True when directories were moved up into it: then empty it again."""
     device = os.fstat(top).st_dev
     moved = 0
     fds = [top]

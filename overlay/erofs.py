@@ -10,6 +10,8 @@ import errno
 import os
 from collections.abc import Sequence
 
+from layerstore.erofs.format import BLOCK_SIZE
+from layerstore.erofs.reader import Image
 from layerstore.errors import (
     ConflictError,
     CorruptError,
@@ -17,6 +19,7 @@ from layerstore.errors import (
     PermissionError_,
     UnsupportedError,
     from_os_error,
+    os_errors,
     printable,
 )
 from overlay.fspath import FsPaths
@@ -31,33 +34,28 @@ from overlay.mountapi import (
 )
 
 
-def mount_erofs(
-    image: AnyPath, devices: Sequence[AnyPath], target: AnyPath, *, device_count: int, nodev: bool = True
-) -> None:
+def mount_erofs(image: AnyPath, devices: Sequence[AnyPath], target: AnyPath, *, nodev: bool = True) -> None:
     """Mount the metadata image ``image`` at ``target``, read-only.
 
     Args:
         image: a regular file on a real local filesystem.
         devices: the packs, in the order of the image's device table. The kernel maps them by position alone.
         target: an existing directory.
-        device_count: how many devices the image's table lists. The kernel mounts an image without any of its
-            devices and fails, or lies, when data are read; so the caller says what it counted.
         nodev: device nodes of the layer can't be opened through this mount.
 
     Set-user-ID bits don't count on this mount; they do on an overlay above it, where programs run.
 
     Raises:
-        ConflictError: the number of devices differs from ``device_count``.
-        CorruptError: the kernel finds the image damaged.
+        ConflictError: the number of devices differs from the image's device table. The kernel would mount an image
+            without its devices and fail, or lie, when data are read.
+        CorruptError: the image is damaged, or a pack is shorter than its slot says.
         UnsupportedError: the kernel lacks EROFS or file-backed mounts, or doesn't know a feature of the image, or
             the image lies on a filesystem that it can't be mounted from.
         NotFoundError: image, device or target is missing.
         PermissionError_: not root.
     """
-    if len(devices) != device_count:
-        raise ConflictError(
-            f"{_shown(image)} lists {device_count} packs and {len(devices)} were given; fetch the missing ones"
-        )
+    with os_errors(f"mount metadata image {_shown(image)}"):
+        _check_devices(image, devices)
     attributes = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOATIME
     if nodev:
         attributes |= MOUNT_ATTR_NODEV
@@ -70,6 +68,36 @@ def mount_erofs(
             context.mount(attributes, target)
     except OSError as error:
         raise _explained(error, image, devices) from error
+
+
+def _check_devices(image: AnyPath, devices: Sequence[AnyPath]) -> None:
+    with open(image, "rb", buffering=0) as stream:
+        slots = Image(_OpenImage(stream.fileno())).slots
+    if len(devices) != len(slots):
+        raise ConflictError(
+            f"metadata image {_shown(image)} lists {len(slots)} packs and {len(devices)} were given; "
+            "fetch the missing ones"
+        )
+    for slot, device in zip(slots, devices, strict=True):
+        size = os.stat(device).st_size
+        if size < slot.blocks * BLOCK_SIZE:  # reads past its end would fail one by one, later
+            raise CorruptError(
+                f"pack {_shown(device)} is too short", expected=f"{slot.blocks * BLOCK_SIZE} bytes", actual=str(size)
+            )
+
+
+class _OpenImage:
+    """The image's bytes for its reader."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.size = os.fstat(fd).st_size
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        data = os.pread(self._fd, length, offset)
+        if len(data) != length:
+            raise CorruptError("metadata image was cut while open", expected=f"{length} bytes", actual=str(len(data)))
+        return data
 
 
 def _explained(error: OSError, image: AnyPath, devices: Sequence[AnyPath]) -> ImgtoolError:

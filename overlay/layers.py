@@ -42,13 +42,11 @@ class MountableLayer:
         digest: sha256 of the metadata image, hex.
         image: its path.
         devices: paths of its packs, in the order of its device table.
-        device_count: how many packs the table lists.
     """
 
     digest: str
     image: str
     devices: tuple[str, ...] = ()
-    device_count: int = 0
 
     def __post_init__(self) -> None:
         if not _HEX.fullmatch(self.digest):
@@ -166,9 +164,7 @@ class LayerMounts:
                 _mkdir(mount_point)
                 try:
                     if not self._is_mounted(mount_point):
-                        mount_erofs(
-                            layer.image, layer.devices, mount_point, device_count=layer.device_count
-                        )
+                        mount_erofs(layer.image, layer.devices, mount_point)
                     _mkdir(directory + "/users")
                     _add_user(directory, user)
                 except BaseException:

@@ -1,8 +1,8 @@
 """The kernel's mount interface, by ctypes.
 
-Constants and structures carry the names of ``<linux/mount.h>``, ``<linux/openat2.h>``, ``<linux/magic.h>`` and
-``<sched.h>``. The calls that came with Linux 5.2 and later have the same number on every architecture
-(``<asm-generic/unistd.h>``) and go through ``syscall(2)``, because C libraries lack wrappers for some of them.
+Constants and structures carry the names of ``<linux/mount.h>``, ``<linux/openat2.h>``, ``<linux/magic.h>``,
+``<linux/prctl.h>`` and ``<sched.h>``. The calls that came with Linux 5.2 and later have the same number on every
+architecture (``<asm-generic/unistd.h>``) and go through ``syscall(2)``: C libraries lack wrappers for some of them.
 Every failure is an OSError with errno and path; failures of an :class:`FsContext` end with the kernel's own words.
 """
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Collection
 from ctypes import c_char_p, c_int, c_long, c_size_t, c_uint, c_ulong, c_void_p
 from types import TracebackType
+from typing import Any
 
 from layerstore.errors import printable
 
@@ -55,6 +57,27 @@ CLONE_NEWNS = 0x0002_0000
 CLONE_NEWIPC = 0x0800_0000
 CLONE_NEWPID = 0x2000_0000
 
+PR_SET_PDEATHSIG = 1
+PR_CAPBSET_DROP = 24
+
+CAPABILITY_NUMBERS = {
+    "CAP_CHOWN": 0,
+    "CAP_DAC_OVERRIDE": 1,
+    "CAP_FOWNER": 3,
+    "CAP_FSETID": 4,
+    "CAP_KILL": 5,
+    "CAP_SETGID": 6,
+    "CAP_SETUID": 7,
+    "CAP_SETPCAP": 8,
+    "CAP_NET_BIND_SERVICE": 10,
+    "CAP_NET_RAW": 13,
+    "CAP_SYS_CHROOT": 18,
+    "CAP_MKNOD": 27,
+    "CAP_AUDIT_WRITE": 29,
+    "CAP_SETFCAP": 31,
+}
+"""Those of <linux/capability.h> that sandboxes are given."""
+
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_IN_ROOT = 0x10
 
@@ -93,7 +116,7 @@ FILESYSTEM_NAMES = {
 }
 
 
-class open_how(ctypes.Structure):  # noqa: N801 - the kernel's name
+class open_how(ctypes.Structure):
     """``struct open_how`` of <linux/openat2.h>, 24 bytes."""
 
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
@@ -102,7 +125,8 @@ class open_how(ctypes.Structure):  # noqa: N801 - the kernel's name
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _syscall(*argtypes: type) -> ctypes._CFunctionType:  # type: ignore[name-defined]
+def _syscall(*argtypes: Any) -> Any:
+    """A prototype of syscall(2); the first argument of each call is the number."""
     return ctypes.CFUNCTYPE(c_long, c_long, *argtypes, use_errno=True)(("syscall", _libc))
 
 
@@ -184,9 +208,7 @@ class FsContext:
         if mount_fd < 0:
             raise self._failed(f"fsmount {self.fs_type}")
         try:  # closing a mount that was not moved anywhere unmounts it
-            if _move_mount(
-                _NR_move_mount, mount_fd, b"", AT_FDCWD, os.fsencode(target), MOVE_MOUNT_F_EMPTY_PATH
-            ):
+            if _move_mount(_NR_move_mount, mount_fd, b"", AT_FDCWD, os.fsencode(target), MOVE_MOUNT_F_EMPTY_PATH):
                 raise _failed("move_mount", target)
         finally:
             os.close(mount_fd)
@@ -212,7 +234,7 @@ class FsContext:
 
 
 def mount(source: AnyPath, target: AnyPath, fs_type: str, flags: int, data: bytes = b"") -> None:
-    """``mount(2)``. ``data`` is cut silently at one page by the kernel, hence the check: use FsContext for long ones."""
+    """``mount(2)``, for short options: the kernel cuts ``data`` silently at one page."""
     if len(data) >= 4096:
         raise OSError(errno.EINVAL, f"{len(data)} bytes of mount options; mount(2) takes 4095", target)
     if _mount(os.fsencode(source), os.fsencode(target), fs_type.encode(), flags, data or None):
@@ -247,9 +269,7 @@ def open_in_root(root_fd: int, path: AnyPath, flags: int) -> int:
     """Open ``path`` as a process whose root is ``root_fd`` would: absolute links and ``..`` stay inside."""
     how = open_how(flags=flags | os.O_CLOEXEC, mode=0, resolve=RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
     while True:
-        fd = int(
-            _openat2(_NR_openat2, root_fd, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(open_how))
-        )
+        fd = int(_openat2(_NR_openat2, root_fd, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(open_how)))
         if fd >= 0:
             return fd
         if ctypes.get_errno() != errno.EAGAIN:  # EAGAIN: a rename raced with ".."; openat2(2) says try again
@@ -271,5 +291,18 @@ def filesystem_name(path: AnyPath) -> str:
 
 def die_with_parent(signal_number: int) -> None:
     """Have this process sent ``signal_number`` when the thread that forked it ends (PR_SET_PDEATHSIG)."""
-    if _prctl(1, signal_number, 0, 0, 0):
+    if _prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0):
         raise _failed("prctl PR_SET_PDEATHSIG")
+
+
+def drop_capabilities(keep: Collection[str]) -> None:
+    """Take all but ``keep`` out of the bounding set: programs that this process executes can't have them.
+
+    The names are those of <linux/capability.h>.
+    """
+    kept = {CAPABILITY_NUMBERS[name] for name in keep}
+    for number in range(64):
+        if number not in kept and _prctl(PR_CAPBSET_DROP, number, 0, 0, 0):
+            if ctypes.get_errno() == errno.EINVAL:
+                return  # past the last one that this kernel knows
+            raise _failed("prctl PR_CAPBSET_DROP")

@@ -18,7 +18,7 @@ _OCTAL = re.compile(rb"\\([0-3][0-7]{2})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line. ``device`` is (major, minor) as in st_dev; ``options`` are the mount's, ``super_options`` the filesystem's."""
+    """One line. ``device`` is (major, minor); ``options`` are the mount's, ``super_options`` the filesystem's."""
 
     id: int
     parent: int

@@ -72,7 +72,6 @@ class Node:
                 layer.metadata.hex,
                 path,
                 tuple(self.packs.data_path(pack) for pack in layer.packs),
-                len(layer.packs),
             )
             for layer, path in zip(image.layers, paths, strict=True)
         )

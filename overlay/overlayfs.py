@@ -109,6 +109,7 @@ def mount_overlay(
             context.set(b"redirect_dir", b"off")
             context.set(b"metacopy", b"off")
             context.set(b"xino", b"on")
+            context.set(b"uuid", b"null")
             context.create()
             attributes = (MOUNT_ATTR_NODEV if nodev else 0) | (MOUNT_ATTR_RDONLY if read_only else 0)
             context.mount(attributes, target)
@@ -145,7 +146,7 @@ def check_upper(upper: AnyPath, work: AnyPath) -> None:
 
 
 def check_filesystem(directory: AnyPath) -> None:
-    """Raise UnsupportedError unless the filesystem of ``directory`` can hold an upper; OSError when it can't be asked."""
+    """Raise UnsupportedError unless the filesystem of ``directory`` can hold an upper; OSError when it won't say."""
     shown = printable(os.fsencode(directory))
     kind = filesystem_name(directory)
     if kind in UNFIT_FOR_UPPER:
@@ -176,9 +177,7 @@ def _mount_id(path: bytes) -> bytes:
         os.close(fd)
 
 
-def _explained(
-    error: OSError, target: AnyPath, upper: AnyPath | None, work: AnyPath | None
-) -> ImgtoolError:
+def _explained(error: OSError, target: AnyPath, upper: AnyPath | None, work: AnyPath | None) -> ImgtoolError:
     what = f"mount overlay at {printable(os.fsencode(target))}"
     release = os.uname().release
     if error.errno in (errno.EPERM, errno.EACCES):

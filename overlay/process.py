@@ -1,15 +1,15 @@
 """What an image config says about the process to start: arguments, environment, directory, and as whom.
 
-The config is the ``config`` object of an OCI image configuration (image-spec 1.1, config.md). Users and groups given
-by name are looked up in the image's own /etc/passwd and /etc/group, never in the host's.
+Users and groups given by name are looked up in the image's own /etc/passwd and /etc/group, never in the host's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from layerstore.errors import MalformedError, NotFoundError, UsageError, printable
+from layerstore.oci.config import RunConfig
 from overlay.inroot import read_in_root
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -37,31 +37,30 @@ class Process:
     user: User
 
 
-def process_of(config: Mapping[str, object], rootfs: str, args: Sequence[str] | None = None) -> Process:
-    """The process that the image wants, with ``args`` as the whole command line instead of Entrypoint and Cmd if given.
+def process_of(config: RunConfig, rootfs: str, args: Sequence[str] | None = None) -> Process:
+    """The process that the image wants, or ``args``, which then are the whole command line: no entrypoint before them.
 
     Raises:
         UsageError: there is nothing to run.
-        MalformedError: a field of the config has the wrong type, or a value that no process can have.
+        MalformedError: a value that no process can have.
         NotFoundError: the image doesn't know the user or group.
     """
-    command = list(args) if args else [*_strings(config, "Entrypoint"), *_strings(config, "Cmd")]
+    command = tuple(args) if args else (*(config.entrypoint or ()), *(config.cmd or ()))
     if not command:
         raise UsageError("the image names no command; give one")
-    env = _strings(config, "Env")
+    env = list(config.env)
     for item in env:
         if not item.partition("=")[0] or "=" not in item:
             raise MalformedError(f"image config: Env holds {printable(item)!r}, which is not NAME=value")
-    user = resolve_user(_string(config, "User"), rootfs)
+    user = resolve_user(config.user, rootfs)
     names = {item.partition("=")[0] for item in env}
     if "PATH" not in names:
         env.append(f"PATH={DEFAULT_PATH}")
     if "HOME" not in names:
         env.append(f"HOME={user.home}")
-    cwd = _string(config, "WorkingDir")
-    for value in (*command, *env, cwd):
+    for value in (*command, *env, config.working_dir):
         _check_value(value)
-    return Process(tuple(command), tuple(env), "/" + cwd.lstrip("/"), user)
+    return Process(command, tuple(env), "/" + config.working_dir.lstrip("/"), user)
 
 
 def resolve_user(spec: str, rootfs: str) -> User:
@@ -141,24 +140,6 @@ def _id(text: str) -> int:
     if value > ID_MAX:
         raise MalformedError(f"{text} is no uid or gid; the largest is {ID_MAX}")
     return value
-
-
-def _string(config: Mapping[str, object], key: str) -> str:
-    value = config.get(key)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise MalformedError(f"image config: {key} is not a string")
-    return value
-
-
-def _strings(config: Mapping[str, object], key: str) -> list[str]:
-    value = config.get(key)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise MalformedError(f"image config: {key} is not a list of strings")
-    return list(value)
 
 
 def _check_value(text: str) -> None:

@@ -82,13 +82,18 @@ def stop_all(sandbox: str) -> list[str]:
                 run = Run(**json.load(stream))
         except (OSError, ValueError, TypeError):
             continue  # ended meanwhile, or never written completely
-        if run.runtime:
-            _delete_container(sandbox, run)
-        else:
-            _kill(run)
+        stop(sandbox, run)
         unregister(sandbox, name)
         stopped.append(name)
     return stopped
+
+
+def stop(sandbox: str, run: Run) -> None:
+    """Kill one run and wait until it is gone."""
+    if run.runtime:
+        _delete_container(sandbox, run)
+    else:
+        _kill(run)
 
 
 def _delete_container(sandbox: str, run: Run) -> None:
@@ -122,7 +127,6 @@ def _kill(run: Run) -> None:
 
 
 def _wait(pidfd: int) -> None:
-
 
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)

@@ -254,16 +254,6 @@ class Sandboxes:
             self._mount(state, sandbox.directory, layers, new=False)
         return sandbox
 
-    def list(self) -> list[Sandbox]:
-        """All sandboxes by id; half made and half removed ones aren't."""
-        found = []
-        for name in self._names():
-            try:
-                found.append(self.get(name))
-            except NotFoundError:
-                pass
-        return found
-
     def get(self, id: str) -> Sandbox:
         """The sandbox ``id``.
 
@@ -358,9 +348,7 @@ class Sandboxes:
                 return []
             return [Leftover("sandbox", directory, f"kept: not mounted; `imgtool down {name}` removes it")]
 
-    def _mount(
-        self, state: SandboxState, directory: str, layers: Sequence[MountableLayer], *, new: bool
-    ) -> None:
+    def _mount(self, state: SandboxState, directory: str, layers: Sequence[MountableLayer], *, new: bool) -> None:
         lowers = [self.layers.attach(layer, state.id) for layer in layers]
         upper, work = _writable(directory, state)
         if new:
@@ -478,6 +466,16 @@ class Sandboxes:
             yield fd if os.fstat(fd).st_nlink else None
         finally:
             os.close(fd)
+
+    def list(self) -> list[Sandbox]:
+        """All sandboxes by id; half made and half removed ones aren't."""
+        found = []
+        for name in self._names():
+            try:
+                found.append(self.get(name))
+            except NotFoundError:
+                pass
+        return found
 
 
 def _checked(id: str) -> str:

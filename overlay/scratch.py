@@ -40,7 +40,7 @@ _MOUNT_OPTIONS = "loop,nodev,noatime,noinit_itable"
 
 
 def create_scratch(directory: str, size: int) -> str:
-    """Make and mount the filesystem in ``directory``; returns the mount point, with empty ``upper`` and ``work`` inside.
+    """Make and mount the filesystem in ``directory``; returns the mount point, with empty ``upper`` and ``work``.
 
     Undone when it fails.
 

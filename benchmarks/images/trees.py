@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,9 +34,14 @@ def debian(tree: Path, packages: Iterable[str], log: Path, *, variant: str = "mi
 
 
 def machine_sources() -> Path:
-    """Where the machine's own apt finds Debian, in either of apt's two notations."""
-    for path in (Path("/etc/apt/sources.list.d/debian.sources"), Path("/etc/apt/sources.list")):
-        if path.exists() and SUITE in path.read_text():
+    """Where the machine's own apt finds the suite, in either of apt's two notations."""
+    apt = Path("/etc/apt")
+    for path in (
+        *sorted(apt.glob("sources.list.d/*.sources")),
+        apt / "sources.list",
+        *apt.glob("sources.list.d/*.list"),
+    ):
+        if path.exists() and re.search(rf"^(Suites:|deb ).*\b{SUITE}\b", path.read_text(), re.MULTILINE):
             return path
     raise SystemExit(f"the machine's apt has no source for {SUITE}")
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import sys
+
 import click
 
+from imgtool import render
 from imgtool.options import examples, open_store, store_option
 from layerstore.content import read_range
 from layerstore.errors import UsageError, printable
@@ -32,14 +36,10 @@ def command(name: str, path: str, store: str | None, root: str | None, as_json: 
         if not isinstance(inode, File):
             raise UsageError(f"{printable(path)} in {name!r} is no regular file")
         if as_json:
-            import base64
-
-            from imgtool import render
-
             data = read_range(inode, 0, inode.size)
             render.print_json({"path": printable(path), "size": inode.size, "base64": base64.b64encode(data).decode()})
             return
-        out = click.get_binary_stream("stdout")
+        out = sys.stdout.buffer
         for offset in range(0, inode.size, _STEP):
             out.write(read_range(inode, offset, min(_STEP, inode.size - offset)))
         out.flush()

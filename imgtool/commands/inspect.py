@@ -68,7 +68,7 @@ def _layer(layer: Layer) -> dict[str, object]:
 
 
 def _print_layers(image: Image) -> None:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for layer in image.layers:
         rows.append((layer.role, layer.metadata.hex[:12], render.size(layer.metadata_size), render.size(layer.blob_size)))
         rows += [

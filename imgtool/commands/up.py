@@ -49,7 +49,7 @@ def command(
         from overlay.bundle import write_bundle
 
         try:
-            write_bundle(bundle, sandbox, image.config)
+            write_bundle(bundle, sandbox, image.config.run)
         except BaseException:
             node.sandboxes.remove(sandbox.id)
             raise

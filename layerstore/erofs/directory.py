@@ -35,6 +35,8 @@ FILE_TYPES = {
 }
 """The type in a dirent, by the S_IFMT part of a mode."""
 
+_unpack_dirent = Dirent.STRUCT.unpack_from
+
 
 class Entry(NamedTuple):
     """A name of a directory and the inode it stands for. ``file_type`` is one of EROFS_FT_*."""
@@ -85,27 +87,65 @@ def encode_blocks(entries: Sequence[Entry]) -> Iterator[bytes]:
         yield b"".join([*dirents, *(entry.name for entry in entries[first:end])])
 
 
-def decode_block(block: bytes) -> list[Entry]:
-    """The entries of one block, cut to the directory's size, as they stand; their order isn't checked.
+def count_entries(block: bytes) -> int:
+    """Number of entries in a block that is cut to its directory's size.
 
     Raises:
-        MalformedError: offsets lead out of the block, or a name isn't one.
+        MalformedError: no block of a directory.
     """
     if len(block) < DIRENT_SIZE:
         raise MalformedError("a directory block is too short for an entry")
     names_at = Dirent.unpack(block).nameoff
     if names_at < DIRENT_SIZE or names_at % DIRENT_SIZE or names_at >= len(block):
         raise MalformedError(f"the first name of a directory block is at {names_at}, which can't be")
-    dirents = list(Dirent.STRUCT.iter_unpack(block[:names_at]))
-    entries = []
-    for position, (nid, start, file_type, _) in enumerate(dirents):
-        if position + 1 < len(dirents):
-            name = block[start : dirents[position + 1][1]]
-            inside = start + len(name) == dirents[position + 1][1]
+    return names_at // DIRENT_SIZE
+
+
+def entry_at(block: bytes, position: int, count: int) -> Entry:
+    """One of the ``count`` entries of a block.
+
+    Raises:
+        MalformedError: its offsets lead astray, or its name isn't one.
+    """
+    nid, start, file_type, _ = _unpack_dirent(block, position * DIRENT_SIZE)
+    if position + 1 < count:
+        end = _unpack_dirent(block, (position + 1) * DIRENT_SIZE)[1]
+    else:
+        end = block.find(b"\0", start)
+        end = len(block) if end < 0 else end
+    if not count * DIRENT_SIZE <= start < end <= len(block):
+        raise MalformedError(f"the name of a directory entry is at {start} to {end}, which can't be")
+    name = block[start:end]
+    if not is_name(name) and name not in (b".", b".."):
+        raise MalformedError(f"a directory entry can't be named {printable(name)!r}")
+    return Entry(name, nid, file_type)
+
+
+def decode_block(block: bytes) -> list[Entry]:
+    """The entries of a block as they stand; whether they are in order isn't checked.
+
+    Raises:
+        MalformedError: as :func:`entry_at`.
+    """
+    count = count_entries(block)
+    return [entry_at(block, position, count) for position in range(count)]
+
+
+def search_block(block: bytes, name: bytes) -> Entry | int:
+    """The entry with this name; else -1 if it would be before this block, 1 if behind it, 0 if within.
+
+    Raises:
+        MalformedError: as :func:`entry_at`.
+    """
+    count = count_entries(block)
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        entry = entry_at(block, middle, count)
+        if entry.name == name:
+            return entry
+        if entry.name < name:
+            low = middle + 1
         else:
-            name = block[start:].split(b"\0", 1)[0]
-            inside = True
-        if not inside or start < names_at or not (is_name(name) or name in (b".", b"..")):
-            raise MalformedError(f"not a name of a directory entry: {printable(name)}")
-        entries.append(Entry(name, nid, file_type))
-    return entries
+            high = middle
+    return -1 if low == 0 else int(low == count)

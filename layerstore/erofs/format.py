@@ -13,7 +13,9 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer, Self
+    from typing import Self
+
+    from typing_extensions import Buffer
 
 EROFS_SUPER_OFFSET = 1024
 EROFS_SUPER_MAGIC_V1 = 0xE0F5E1E2
@@ -37,9 +39,7 @@ EROFS_FEATURE_INCOMPAT_ZERO_PADDING = 0x1
 EROFS_FEATURE_INCOMPAT_CHUNKED_FILE = 0x4
 EROFS_FEATURE_INCOMPAT_DEVICE_TABLE = 0x8
 INCOMPAT_READ = (
-    EROFS_FEATURE_INCOMPAT_ZERO_PADDING
-    | EROFS_FEATURE_INCOMPAT_CHUNKED_FILE
-    | EROFS_FEATURE_INCOMPAT_DEVICE_TABLE
+    EROFS_FEATURE_INCOMPAT_ZERO_PADDING | EROFS_FEATURE_INCOMPAT_CHUNKED_FILE | EROFS_FEATURE_INCOMPAT_DEVICE_TABLE
 )
 """What the reader understands. Zero padding concerns compressed inodes alone, which are refused one by one."""
 INCOMPAT_NAMES = {
@@ -111,7 +111,7 @@ NSEC_PER_SEC = 1_000_000_000
 class Record:
     """A structure on disk: a frozen dataclass whose fields are the values of its STRUCT, in order."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
     STRUCT: ClassVar[Struct]
 
     if TYPE_CHECKING:

@@ -112,7 +112,7 @@ class XattrBodies:
     def of(self, inode: Inode, trail: Trail | None) -> bytes:
         """Raises as :func:`~layerstore.erofs.xattrs.encode_xattrs`."""
         xattrs = inode.attrs.xattrs
-        if type(inode) is Directory and inode.opaque:
+        if isinstance(inode, Directory) and inode.opaque:
             xattrs = tuple(sorted({**dict(xattrs), OPAQUE: b"y"}.items()))
         if not xattrs:
             return b""
@@ -137,7 +137,7 @@ def count_links(root: Directory) -> dict[int, int]:
     ids = array("Q")
     while stack:
         for child in stack.pop().entries.values():
-            if type(child) is Directory:
+            if isinstance(child, Directory):
                 if id(child) in seen:
                     raise MalformedError("a directory is in the tree under two names")
                 seen.add(id(child))
@@ -168,7 +168,7 @@ def visit(root: Directory, links: dict[int, int]) -> Iterator[Visit]:
         below = []
         for name in names:
             child = entries[name]
-            if type(child) is Directory:
+            if isinstance(child, Directory):
                 below.append((Trail(trail, name), child, directory))
             elif id(child) not in links:
                 fresh.append((name, child))

@@ -207,28 +207,23 @@ class _Writer:
                 entries.append(Entry(name, plan.directories[id(here.parent)], EROFS_FT_DIR))
             else:
                 inode = here.directory.entries[name]
-                if type(inode) is Directory:
+                if isinstance(inode, Directory):
                     subdirectories += 1
                     entries.append(Entry(name, plan.directories[id(inode)], EROFS_FT_DIR))
                 else:
                     nid = own.get(id(inode)) or plan.linked[id(inode)]
                     entries.append(Entry(name, nid, FILE_TYPES[stat.S_IFMT(_mode(inode))]))
 
-        start = EROFS_NULL_ADDR
-        size = 0
-        tail = b""
-        for block in encode_blocks(entries):
-            if tail:
-                start = self._append_block(tail, start)
-            tail = block
-            size += len(block)
-        # Blocks before the last count in full, whatever of them is used.
-        full = self._blocks_since(start)
-        size = full * BLOCK_SIZE + len(tail)
-        layout = EROFS_INODE_FLAT_INLINE
-        if len(tail) > MAX_INLINE:
-            start = self._append_block(tail, start)
-            layout, tail = EROFS_INODE_FLAT_PLAIN, b""
+        blocks = list(encode_blocks(entries))
+        tail = blocks[-1]
+        size = (len(blocks) - 1) * BLOCK_SIZE + len(tail)
+        layout = EROFS_INODE_FLAT_PLAIN
+        if len(tail) <= MAX_INLINE:
+            layout = EROFS_INODE_FLAT_INLINE
+            blocks.pop()
+        else:
+            tail = b""
+        start = self._append_blocks(blocks)
         body = self._bodies.of(here.directory, here.trail)
         head = self._head(here.directory, layout, body, size, start, number, 2 + subdirectories)
         self._inodes.put(places[0] << EROFS_ISLOTBITS, head + body + tail)
@@ -248,20 +243,18 @@ class _Writer:
                 union = EROFS_CHUNK_FORMAT_INDEXES | inode.chunks.bits
                 data = bytes(-(INODE_SIZE + len(body)) % CHUNK_INDEX_SIZE) + _indexes(inode.chunks.addresses)
         elif isinstance(inode, Symlink):
-            union = EROFS_NULL_ADDR
             if shape.tail:
+                union = EROFS_NULL_ADDR
                 data = inode.target
             else:
-                union = self._append_block(inode.target, union)
+                union = self._append_blocks([inode.target])
         elif isinstance(inode, Special):
             union = rdev_encode(inode.major, inode.minor)
         links = self._plan.links.get(id(inode), 1)
         head = self._head(inode, shape.layout, body, shape.size, union, number, links)
         self._inodes.put(nid << EROFS_ISLOTBITS, head + body + data)
 
-    def _head(
-        self, inode: Inode, layout: int, body: bytes, size: int, union: int, number: int, links: int
-    ) -> bytes:
+    def _head(self, inode: Inode, layout: int, body: bytes, size: int, union: int, number: int, links: int) -> bytes:
         attrs = inode.attrs
         return InodeExtended(
             i_format=EROFS_I_VERSION_MASK | layout << EROFS_I_DATALAYOUT_BIT,
@@ -278,14 +271,14 @@ class _Writer:
             i_nlink=links,
         ).pack()
 
-    def _append_block(self, data: bytes, start: int) -> int:
-        """Add a block to the data area; returns ``start``, or this block's number if there was none before."""
-        block = self._data.end // BLOCK_SIZE
-        self._data.append(data + bytes(-len(data) % BLOCK_SIZE))
-        return block if start == EROFS_NULL_ADDR else start
-
-    def _blocks_since(self, start: int) -> int:
-        return 0 if start == EROFS_NULL_ADDR else self._data.end // BLOCK_SIZE - start
+    def _append_blocks(self, blocks: Sequence[bytes]) -> int:
+        """Add blocks, filled up with zeros, to the data area; returns the number of the first."""
+        if not blocks:
+            return EROFS_NULL_ADDR
+        start = self._data.end // BLOCK_SIZE
+        for block in blocks:
+            self._data.append(block.ljust(BLOCK_SIZE, b"\0"))
+        return start
 
     def _write_superblock(self, root: Directory, uuid: UUID) -> None:
         compat = EROFS_FEATURE_COMPAT_SB_CHKSUM | EROFS_FEATURE_COMPAT_MTIME
@@ -360,9 +353,7 @@ def _uuid(content: bytes) -> UUID:
 
 def _indexes(addresses: array[int]) -> bytes:
     pack = ChunkIndex.STRUCT.pack
-    return b"".join(
-        _HOLE_INDEX if where == HOLE else pack(0, where >> 32, where & 0xFFFF_FFFF) for where in addresses
-    )
+    return b"".join(_HOLE_INDEX if where == HOLE else pack(0, where >> 32, where & 0xFFFF_FFFF) for where in addresses)
 
 
 def _content(file: File, trail: Trail) -> bytes:

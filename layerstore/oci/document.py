@@ -163,18 +163,17 @@ def _check(value: object, what: str) -> None:
     depth = 0
     while level:
         depth += 1
-        if depth > DEPTH + 1:
-            raise MalformedError(f"{what} is nested more than {DEPTH} deep")
         below: list[object] = []
         for item in level:
-            if isinstance(item, dict):
-                for name in item:
-                    _check_text(name, what)
-                below.extend(item.values())
-            elif isinstance(item, list):
-                below.extend(item)
-            elif isinstance(item, str):
+            if isinstance(item, str):
                 _check_text(item, what)
+            elif isinstance(item, (dict, list)):
+                if depth > DEPTH:
+                    raise MalformedError(f"{what} is nested more than {DEPTH} deep")
+                if isinstance(item, dict):
+                    for name in item:
+                        _check_text(name, what)
+                below.extend(item.values() if isinstance(item, dict) else item)
         level = below
 
 

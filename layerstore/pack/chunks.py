@@ -63,7 +63,7 @@ def _cost(file: File, chunk: int) -> int:
         last = (extent.offset + extent.length - 1) // chunk
         used += max(0, last + 1 - first)
         after = max(after, last + 1)
-    return -(-file.size // chunk) * INDEX_ENTRY + min(used * chunk, file.size)
+    return -(-file.size // chunk) * INDEX_ENTRY + min(used * chunk, -(-file.size // BLOCK_SIZE) * BLOCK_SIZE)
 
 
 def pieces(file: File, bits: int) -> Iterator[int]:

@@ -73,6 +73,13 @@ class BlobUpload:
         with os_errors("start blob"):
             self._staged = StagedFile(directory)
 
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def digest(self) -> Digest:
+        return Digest(self._algorithm, self._hasher.hexdigest())
+
     def write(self, data: Buffer) -> None:
         view = memoryview(data)
         try:

@@ -53,7 +53,8 @@ class DirectoryStore:
     """A :class:`~layerstore.store.protocol.PruneStore` in a directory that exists; :meth:`create` makes one.
 
     Attributes:
-        location: absolute path of the store.
+        root: absolute path of the store.
+        location: the same, for messages.
     """
 
     def __init__(self, path: str, *, clock: Clock | None = None, lock_seconds: float = LOCK_SECONDS) -> None:
@@ -69,10 +70,11 @@ class DirectoryStore:
             CorruptError: its marker can't be parsed.
             UnsupportedError: of another version, or with a feature that this release lacks.
         """
-        self.location = os.path.abspath(path)
-        if not _is_store(self.location):
+        self.root = os.path.abspath(path)
+        self.location = printable(self.root)
+        if not _is_store(self.root):
             raise NotFoundError(
-                f"{printable(self.location)} is not a store, it has no {MARKER}: check the path and whether it is "
+                f"{self.location} is not a store, it has no {MARKER}: check the path and whether it is "
                 "mounted, or create a store there"
             )
         self._clock = FileClock(self._path("clock")) if clock is None else clock
@@ -88,10 +90,10 @@ class DirectoryStore:
         Raises:
             ConflictError: the directory holds something else, or a store that has lost its marker.
         """
-        location = os.path.abspath(path)
-        if not _is_store(location):
-            _make_store(location)
-        return cls(location, clock=clock, lock_seconds=lock_seconds)
+        root = os.path.abspath(path)
+        if not _is_store(root):
+            _make_store(root)
+        return cls(root, clock=clock, lock_seconds=lock_seconds)
 
     # Reading
 
@@ -131,15 +133,15 @@ class DirectoryStore:
                 data = read_file(path, REFERENCE_BYTES)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise self._missing(f"reference {name!r}") from error
-        what = f"reference {printable(path)}"
+        what = f"reference {name!r} in {self.location}"
         try:
             document = ReferenceDocument.parse(data, what)
         except UnsupportedError:
             raise
         except ImgtoolError as error:
-            raise CorruptError(f"{error}: remove the file and publish again") from error
+            raise CorruptError(f"{error}: remove {printable(path)} and publish again") from error
         if document.name != name:
-            raise CorruptError(f"{what} says that it is {printable(document.name)!r}: remove the file")
+            raise CorruptError(f"{what} says that it is {printable(document.name)!r}: remove {printable(path)}")
         return document.target
 
     def references(self) -> Iterator[Reference]:
@@ -262,14 +264,14 @@ class DirectoryStore:
         age = int(older_than * NANOSECONDS)
         before = self._clock() - age
         with os_errors("remove leftovers"):
-            directories = [self.location, self._path("refs")]
+            directories = [self.root, self._path("refs")]
             directories += [self._path("blobs", name) for name in os.listdir(self._path("blobs"))]
             freed = sum(reclaim_files(directory, before, dry_run=dry_run) for directory in directories)
             freed += reclaim_scratch(self._path("tmp"), before, dry_run=dry_run)
         return freed + self._leases.reclaim(older_than_ns=age, dry_run=dry_run)
 
     def _path(self, *names: str) -> str:
-        return os.path.join(self.location, *names)
+        return os.path.join(self.root, *names)
 
     def _blob_path(self, digest: Digest) -> str:
         return self._path("blobs", digest.algorithm, digest.hex)
@@ -306,23 +308,23 @@ class DirectoryStore:
         found, wanted = (None if each is None else each.digest for each in (present, expected))
         if found != wanted:
             raise ConflictError(
-                f"reference {name!r} in {printable(self.location)} stands for {found or 'nothing'} where "
+                f"reference {name!r} in {self.location} stands for {found or 'nothing'} where "
                 f"{wanted or 'nothing'} was expected: look again"
             )
 
     def _missing(self, what: str) -> ImgtoolError:
         """Missing, unless it is the whole store that is."""
         if os.path.exists(self._path(MARKER)):
-            return NotFoundError(f"{what} is not in {printable(self.location)}")
-        return UnavailableError(f"{printable(self.location)} is not there any more, is it mounted? {what} wasn't read")
+            return NotFoundError(f"{what} is not in {self.location}")
+        return UnavailableError(f"{self.location} is not there any more, is it mounted? {what} wasn't read")
 
     def _damaged(self, name: str) -> ImgtoolError:
         return CorruptError(f"{printable(self._path(name))} is missing: is the store mounted, and all of it?")
 
 
-def _is_store(location: str) -> bool:
+def _is_store(root: str) -> bool:
     """Whether a marker is there, and one for this release."""
-    path = os.path.join(location, MARKER)
+    path = os.path.join(root, MARKER)
     with os_errors("open store"):
         try:
             data = read_file(path, MARKER_BYTES)
@@ -337,30 +339,28 @@ def _is_store(location: str) -> bool:
     return True
 
 
-def _make_store(location: str) -> None:
+def _make_store(root: str) -> None:
     """Directories and lock files first, marker last: a creation that died is repeated, not repaired."""
-    with os_errors(f"create store {printable(location)}"):
-        os.makedirs(os.path.dirname(location), exist_ok=True)
-        make_directory(location)
-        _refuse_foreign(location)
+    with os_errors(f"create store {printable(root)}"):
+        os.makedirs(os.path.dirname(root), exist_ok=True)
+        make_directory(root)
+        _refuse_foreign(root)
         for name in _DIRECTORIES:
-            make_directory(os.path.join(location, name))
+            make_directory(os.path.join(root, name))
         for name in _FILES:
-            make_file(os.path.join(location, name))
-        write_file(os.path.join(location, MARKER), StoreMarker().to_bytes())
+            make_file(os.path.join(root, name))
+        write_file(os.path.join(root, MARKER), StoreMarker().to_bytes())
 
 
-def _refuse_foreign(location: str) -> None:
-    for name in sorted(os.listdir(location)):
+def _refuse_foreign(root: str) -> None:
+    for name in sorted(os.listdir(root)):
         if name not in _OWN_NAMES and name != _FOREIGN_ALLOWED and not name.startswith("."):
             raise ConflictError(
-                f"{printable(location)} holds other things, such as {printable(name)!r}: choose an empty directory"
+                f"{printable(root)} holds other things, such as {printable(name)!r}: choose an empty directory"
             )
     for name in ("refs", "blobs/sha256"):
-        path = os.path.join(location, name)
+        path = os.path.join(root, name)
         if os.path.isdir(path) and any(not entry.startswith(".") for entry in os.listdir(path)):
-            if _is_store(location):
+            if _is_store(root):
                 return  # another creator was faster
-            raise ConflictError(
-                f"{printable(location)} has content but no {MARKER}: a damaged store; restore that file"
-            )
+            raise ConflictError(f"{printable(root)} has content but no {MARKER}: a damaged store; restore that file")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from layerstore.digest import Digest
-from layerstore.errors import ConflictError, CorruptError, MalformedError, UsageError, os_errors
+from layerstore.errors import ConflictError, CorruptError, MalformedError, UsageError, os_errors, printable
 from layerstore.store.clock import NANOSECONDS, Clock
 from layerstore.store.format import LEASE_BYTES, LeaseDocument
 from layerstore.store.locks import FileLock
@@ -74,11 +74,13 @@ class LeaseDirectory:
                 except FileNotFoundError:
                     continue  # released meanwhile
             try:
-                document = LeaseDocument.parse(data, f"lease {path}")
+                document = LeaseDocument.parse(data, f"lease {printable(path)}")
             except MalformedError as error:
                 raise CorruptError(f"{error}; remove the file if no publisher uses it") from error
             if document.identifier != name:
-                raise CorruptError(f"lease {path} says that it is {document.identifier!r}; remove the file")
+                raise CorruptError(
+                    f"lease {printable(path)} says that it is {printable(document.identifier)!r}; remove the file"
+                )
             yield document
 
 
@@ -125,10 +127,8 @@ class DirectoryLease:
             with os_errors("look for lease"):
                 if os.path.lexists(self._directory.path_of(self.identifier)):
                     return
-        raise ConflictError(
-            f"lease {self.identifier} on {os.path.dirname(self._directory.path)} has expired: what it protected may "
-            "be gone; start again"
-        )
+        store = printable(os.path.dirname(self._directory.path))
+        raise ConflictError(f"lease {self.identifier} on {store} has expired: what it pinned may be gone, start again")
 
     def belongs_to(self, directory: LeaseDirectory) -> bool:
         return self._directory.path == directory.path

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from layerstore.errors import CorruptError, UnavailableError, UnsupportedError, os_errors
+from layerstore.errors import CorruptError, UnavailableError, UnsupportedError, os_errors, printable
 
 LOCK_SECONDS = 60.0
 """How long to wait for a lock; collectors hold theirs for a few seconds at a time."""
@@ -28,6 +28,7 @@ class FileLock:
 
     def __init__(self, path: str, *, seconds: float = LOCK_SECONDS) -> None:
         self._path = path
+        self._shown = printable(path)
         self._seconds = seconds
 
     @contextmanager
@@ -70,7 +71,7 @@ class FileLock:
                     file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
                 except FileNotFoundError as error:
                     raise CorruptError(
-                        f"lock file {self._path} is missing: is the store mounted? If nobody uses it, create the file"
+                        f"lock file {self._shown} is missing: is the store mounted? If nobody uses it, create the file"
                     ) from error
             try:
                 if self._try(file, operation) and self._current(file):
@@ -81,7 +82,7 @@ class FileLock:
             os.close(file)
             if time.monotonic() >= deadline:
                 raise UnavailableError(
-                    f"{self._path} has been locked for {self._seconds:.0f} s (fuser shows by whom): try again"
+                    f"{self._shown} has been locked for {self._seconds:.0f} s (fuser shows by whom): try again"
                 )
             # Random, or several waiters would keep meeting.
             time.sleep(pause * random.uniform(0.5, 1.0))
@@ -95,9 +96,9 @@ class FileLock:
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 raise UnsupportedError(
-                    f"the file system of {self._path} has no locks: mount it with locks, or use another for the store"
+                    f"the file system of {self._shown} has no locks: mount it with locks, or use another for the store"
                 ) from error
-            with os_errors(f"lock {self._path}"):
+            with os_errors(f"lock {self._shown}"):
                 raise
         return True
 

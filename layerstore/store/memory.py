@@ -217,10 +217,19 @@ class MemoryUpload:
         self._algorithm = algorithm
         self._hasher: Hasher = hashlib.new(algorithm)
         self._pieces: list[bytes] = []
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def digest(self) -> Digest:
+        return Digest(self._algorithm, self._hasher.hexdigest())
 
     def write(self, data: Buffer) -> None:
         piece = bytes(data)
         self._hasher.update(piece)
+        self._size += len(piece)
         self._pieces.append(piece)
 
     def commit(self, digest: Digest, size: int) -> None:

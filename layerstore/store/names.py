@@ -57,5 +57,8 @@ def decode_name(file_name: str) -> str:
 
 
 def _shown(name: object) -> str:
-    text = printable(name) if isinstance(name, str) else repr(name)
+    try:
+        text = printable(name) if isinstance(name, str) else repr(name)
+    except UnicodeEncodeError:  # a str that never was bytes
+        text = ascii(name)
     return f"'{text[:80]}…'" if len(text) > 80 else f"'{text}'"

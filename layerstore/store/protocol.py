@@ -108,6 +108,15 @@ class Store(Protocol):
 class Upload(Protocol):
     """Bytes on their way in. A context manager: what is not committed is gone at its end."""
 
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        ...
+
+    def digest(self) -> Digest:
+        """Of the bytes written so far, for those who learn the name by writing."""
+        ...
+
     def write(self, data: Buffer) -> None: ...
 
     def commit(self, digest: Digest, size: int) -> None:

@@ -75,7 +75,7 @@ class LayerArchive:
         plain_size = None
         if isinstance(self._input, (str, bytes, os.PathLike)):
             with os_errors("open layer"):
-                stream = self._file = open(self._input, "rb", buffering=0)
+                stream = self._file = open(self._input, "rb", buffering=0)  # noqa: SIM115 - close() ends it
                 status = os.fstat(self._file.fileno())
             if stat.S_ISREG(status.st_mode):
                 plain_size = status.st_size

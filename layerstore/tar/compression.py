@@ -25,6 +25,9 @@ SNIFFED = 10  # bytes that sniff() wants to see
 Pull = Callable[[], bytes]
 """The next piece of the blob, empty at its end."""
 
+# isal's stubs declare the class as an instance of Exception
+_IsalError: type[Exception] = igzip_lib.IsalError  # type: ignore[assignment]
+
 _GZIP = b"\x1f\x8b\x08"  # ID1, ID2, CM = deflate
 _XZ = b"\xfd7zXZ\0"
 _ZSTD = b"\x28\xb5\x2f\xfd"  # le32 0xFD2FB528
@@ -123,7 +126,7 @@ def _streams(pull: Pull, codec: _Codec) -> Iterator[bytes]:
                     raise MalformedError(f"truncated layer: its {codec.name} data ends too early", offset=position)
             try:
                 piece = stream.decompress(data, OUTPUT)
-            except (igzip_lib.IsalError, lzma.LZMAError, OSError, ValueError, EOFError) as error:
+            except (_IsalError, lzma.LZMAError, OSError, ValueError, EOFError) as error:
                 if "memory usage limit" in str(error).lower():
                     raise LimitError("window too large: the xz layer needs more than decoder_memory") from error
                 raise MalformedError(f"layer's {codec.name} data is damaged: {error}", offset=position) from error

@@ -9,6 +9,9 @@ from typing import BinaryIO
 
 from layerstore.errors import CorruptError, MalformedError, UsageError, os_errors
 
+_LEAD = 2 << 20  # bytes a reader lets the writer get ahead, once it has to wait: fewer switches between them
+_NOBODY = 1 << 63
+
 
 class Spool:
     """One writer appends; any number of threads read what lies below the watermark, and wait for what doesn't yet.
@@ -23,12 +26,13 @@ class Spool:
         self._ended = size is not None
         self._error: BaseException | None = None
         self._changed = threading.Condition()
+        self._wanted = _NOBODY  # the lowest watermark that somebody waits for
 
     @classmethod
     def create(cls, directory: str) -> Spool:
         """An empty one, in a directory of the file system whose space it may use."""
         with os_errors("create temporary file"):
-            return cls(tempfile.TemporaryFile(dir=directory, buffering=0), None)  # type: ignore[arg-type]
+            return cls(tempfile.TemporaryFile(dir=directory, buffering=0), None)
 
     @classmethod
     def over(cls, file: BinaryIO, size: int) -> Spool:
@@ -47,20 +51,25 @@ class Spool:
                 view = view[written:]
         with self._changed:
             self._ready = at
-            self._changed.notify_all()
+            if at >= self._wanted:
+                self._wake()
 
     def end(self) -> None:
         """No more will come."""
         with self._changed:
             self._ended = True
-            self._changed.notify_all()
+            self._wake()
 
     def fail(self, error: BaseException) -> None:
         """No more will come, and this is why. The first reason stands."""
         with self._changed:
             self._error = self._error or error
             self._ended = True
-            self._changed.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._wanted = _NOBODY
+        self._changed.notify_all()
 
     # the readers' side
 
@@ -94,6 +103,7 @@ class Spool:
     def _wait(self, end: int) -> None:
         with self._changed:
             while self._ready < end and not self._ended:
+                self._wanted = min(self._wanted, end + _LEAD)
                 self._changed.wait()
             if self._ready < end and self._error is not None:
                 raise self._error

@@ -27,7 +27,7 @@ from layerstore.limits import Limits
 from layerstore.tar.member import Member
 from layerstore.tree.attributes import AttributeTable
 from layerstore.tree.difference import overlay_delta
-from layerstore.tree.inode import Attrs, ByteSource, Directory, Extent, File, Inode, Special, Symlink, walk
+from layerstore.tree.inode import ByteSource, Directory, Extent, File, Inode, Special, Symlink, walk
 from layerstore.tree.links import restore_names
 from layerstore.tree.path import NAME_MAX, PATH_MAX, Parts, clean
 from layerstore.tree.resolve import Trail, find, trace

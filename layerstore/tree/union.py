@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 from layerstore.tree.difference import type_of
@@ -87,17 +88,8 @@ def conflicts(layers: Sequence[Directory]) -> Iterator[Conflict]:
 
     Directories that merge are none, and neither is what lies inside something hidden: its hidden parent stands for it.
     """
-    stack: list[tuple[bytes, list[Provider]]] = [(b"", _roots(layers))]
-    while stack:
-        prefix, providers = stack.pop()
-        below: list[tuple[bytes, list[Provider]]] = []
-        for name, entries in sorted(_entries(providers)):
-            path = prefix + name
-            yield from _conflict(path, entries)
-            merging = _merging(entries)
-            if len(merging) > 1:
-                below.append((path + b"/", merging))
-        stack.extend(reversed(below))
+    for path, entries, _ in _walk(layers, least=2):
+        yield from _conflict(path, entries)
 
 
 def listed_whiteouts(layers: Sequence[Directory]) -> Iterator[tuple[bytes, int]]:
@@ -105,18 +97,30 @@ def listed_whiteouts(layers: Sequence[Directory]) -> Iterator[tuple[bytes, int]]
 
     They are those in a directory that merges with no other, because no other tree has it, or only hidden.
     """
-    stack: list[tuple[bytes, list[Provider]]] = [(b"", _roots(layers))]
+    for path, entries, merging in _walk(layers, least=1):
+        layer, shown = entries[0]
+        if isinstance(shown, Whiteout) and merging == 1:
+            yield path, layer
+
+
+def _walk(layers: Sequence[Directory], *, least: int) -> Iterator[tuple[bytes, list[tuple[int, Inode]], int]]:
+    """Every name of the directories that show and merge at least so many, in walk order.
+
+    Yields its path, what the trees have there, topmost first, and the number of directories that were looked in.
+    """
+    stack: list[tuple[bytes, list[tuple[int, Inode]], int]] = []
+
+    def push(prefix: bytes, providers: list[Provider]) -> None:
+        if len(providers) < least:
+            return
+        for name, entries in sorted(_entries(providers), key=itemgetter(0), reverse=True):
+            stack.append((prefix + name, entries, len(providers)))
+
+    push(b"", _roots(layers))
     while stack:
-        prefix, providers = stack.pop()
-        below: list[tuple[bytes, list[Provider]]] = []
-        for name, entries in sorted(_entries(providers)):
-            layer, shown = entries[0]
-            if isinstance(shown, Whiteout) and len(providers) == 1:
-                yield prefix + name, layer
-            merging = _merging(entries)
-            if merging:
-                below.append((prefix + name + b"/", merging))
-        stack.extend(reversed(below))
+        path, entries, merging = stack.pop()
+        yield path, entries, merging
+        push(path + b"/", _merging(entries))
 
 
 def _conflict(path: bytes, entries: list[tuple[int, Inode]]) -> Iterator[Conflict]:
@@ -127,7 +131,7 @@ def _conflict(path: bytes, entries: list[tuple[int, Inode]]) -> Iterator[Conflic
     if isinstance(top, Whiteout):
         if provided:
             yield Conflict(path, layers, winner, "whiteout-hides")
-    elif len({type_key(inode) for _, inode in provided}) > 1:
+    elif len({_type(inode) for _, inode in provided}) > 1:
         yield Conflict(path, layers, winner, "type-change")
     elif not isinstance(top, Directory):
         if len(provided) > 1:
@@ -139,7 +143,7 @@ def _conflict(path: bytes, entries: list[tuple[int, Inode]]) -> Iterator[Conflic
             yield Conflict(path, layers, hider[0], "opaque-hides")
 
 
-def type_key(inode: Inode) -> tuple[type[Inode], int]:
+def _type(inode: Inode) -> tuple[type[Inode], int]:
     return type_of(inode), inode.kind
 
 

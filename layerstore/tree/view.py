@@ -28,6 +28,15 @@ class Claim(IntEnum):
     DECLARED = 2
 
 
+class LayerKey:
+    """Stands for one layer of one view; only its identity counts."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, view: object) -> None:
+        self.view = view
+
+
 class Node(Directory):
     """A directory that some layer has made or changed.
 
@@ -38,7 +47,7 @@ class Node(Directory):
 
     __slots__ = ("again", "base", "below", "claim", "layer")
 
-    def __init__(self, attrs: Attrs, layer: int, *, below: Directory | None = None) -> None:
+    def __init__(self, attrs: Attrs, layer: LayerKey, *, below: Directory | None = None) -> None:
         super().__init__(attrs)
         self.layer = layer
         self.below = below
@@ -47,7 +56,9 @@ class Node(Directory):
         self.again: set[bytes] | None = None
         if below is not None:
             self.entries = below.entries.copy()
-            self.base = below.base if isinstance(below, Node) else below
+            self.base = below
+            if isinstance(below, Node) and below.layer.view is layer.view:
+                self.base = below.base
 
 
 class View:
@@ -62,12 +73,13 @@ class View:
         self.root = root
         self.created = 0
         self._replaced = replaced
-        self._layer = 0
+        self._key = object()  # not the view itself, which trees must not keep alive
+        self._layer = LayerKey(self._key)
         self._copies: list[Node] = []
 
     def begin(self) -> None:
         """Start a layer: all there is now comes from below."""
-        self._layer += 1
+        self._layer = LayerKey(self._key)
         root = Node(self.root.attrs, self._layer, below=self.root)
         root.claim = Claim.IMPLIED
         self.root = root
@@ -124,7 +136,7 @@ class View:
         if found is None:
             return Claim.NONE
         if isinstance(found, Directory):
-            return found.claim if isinstance(found, Node) and found.layer == self._layer else Claim.NONE
+            return found.claim if isinstance(found, Node) and found.layer is self._layer else Claim.NONE
         if parent.below is None or parent.below.entries.get(name) is not found:
             return Claim.DECLARED
         return Claim.DECLARED if parent.again is not None and name in parent.again else Claim.NONE
@@ -162,11 +174,11 @@ class View:
         return node
 
     def _own_root(self) -> Node:
-        assert isinstance(self.root, Node) and self.root.layer == self._layer, "outside of a layer"
+        assert isinstance(self.root, Node) and self.root.layer is self._layer, "outside of a layer"
         return self.root
 
     def _own(self, parent: Node, name: bytes, found: Directory) -> Node:
-        if isinstance(found, Node) and found.layer == self._layer:
+        if isinstance(found, Node) and found.layer is self._layer:
             return found
         node = Node(found.attrs, self._layer, below=found)
         self._copies.append(node)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 from pathlib import Path
 
 import pytest
-from support import tools
+from support import images, tools
 
 pytestmark = pytest.mark.compat
 
@@ -22,8 +24,9 @@ def test_fsck_accepts_what_mkfs_makes_and_refuses_a_damaged_copy(tmp_path: Path)
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "file").write_bytes(b"content\n")
     image = tmp_path / "image.erofs"
-    subprocess.run([tools.need_tool("mkfs.erofs"), image, tmp_path / "tree"], check=True, capture_output=True)
-    check = [tools.need_tool("fsck.erofs", "1.8"), image]
+    make: list[str | Path] = [tools.need_tool("mkfs.erofs"), image, tmp_path / "tree"]
+    subprocess.run(make, check=True, capture_output=True)
+    check: list[str | Path] = [tools.need_tool("fsck.erofs", "1.8"), image]
     assert subprocess.run(check, capture_output=True).returncode == 0
     with image.open("r+b") as stream:
         stream.seek(1024)  # the superblock's magic
@@ -88,3 +91,27 @@ def test_want_of_root_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(pytest.skip.Exception, match="needs root"):
         tools.need_root()
+
+
+def test_small_image_says_everything_that_a_layer_can(tmp_path: Path) -> None:
+    tools.need_root()
+    layout = images.small_layout()
+    umoci: list[str | Path] = [tools.need_tool("umoci"), "unpack", "--image", f"{layout}:changed", tmp_path / "bundle"]
+    subprocess.run(umoci, check=True, capture_output=True)
+    root = tmp_path / "bundle" / "rootfs"
+    zones, srv = root / "usr/share/zoneinfo", root / "srv"
+    assert not (zones / "Africa").exists() and not (zones / "Zulu").exists()
+    assert [path.name for path in (zones / "Europe").iterdir()] == ["Rome"]
+    assert (zones / "Asia").is_file() and (zones / "Arctic").is_symlink() and (zones / "UTC").is_dir()
+    assert (zones / "America").is_dir()
+    assert os.path.samefile(srv / "data", srv / "data.link")
+    assert os.path.samestat(os.lstat(srv / "loop"), os.lstat(srv / "loop.link"))
+    assert stat.S_ISFIFO((srv / "fifo").stat().st_mode)
+    assert (srv / "disk").stat().st_rdev == os.makedev(259, 4096)
+    assert os.path.getsize(os.fsencode(srv) + b"/latin-\xe9\xff") > 0
+    assert (srv / "owned").stat().st_uid == 4_000_000_000
+    assert os.getxattr(srv / "data", "user.note") == b"\0\xff = value\n"
+    assert len(os.getxattr(root / "usr/bin/ping", "security.capability")) == 20
+    assert (srv / "ancient").stat().st_mtime < 0
+    ran = subprocess.run(["chroot", root, "/bin/sh", "-c", "echo $((6 * 7))"], capture_output=True, check=True)
+    assert ran.stdout == b"42\n"

@@ -70,13 +70,13 @@ class DirectoryBench:
             file.write(data)
 
     def path(self, *names: str) -> str:
-        return os.path.join(self.store.location, *names)
+        return os.path.join(self.store.root, *names)
 
     def leftovers(self) -> list[str]:
         """Temporary names anywhere in the store."""
         return sorted(
             os.path.join(directory, name)
-            for directory, directories, files in os.walk(self.store.location)
+            for directory, directories, files in os.walk(self.store.root)
             for name in (*directories, *files)
             if name.startswith(".tmp-")
         )

@@ -31,9 +31,7 @@ def need_tool(name: str, minimum: str | None = None) -> str:
     if minimum is not None:
         found = tool_version(path)
         if found is None or version_key(found) < version_key(minimum):
-            lacking(
-                f"{path} is {found or 'of an unknown release'}, older than {minimum} (scripts/setup test)"
-            )
+            lacking(f"{path} is {found or 'of an unknown release'}, older than {minimum} (scripts/setup test)")
     return path
 
 

@@ -26,7 +26,7 @@ from layerstore.oci.document import DEPTH, VALUES, dump, parse, parse_value, ref
         (b'{"a":1,"a":1}', "'a' twice"),
         (b'{"x":[{"y":{"a":1,"a":2}}]}', "'a' twice"),
         (b'{"a":' + b"[" * DEPTH + b"]" * DEPTH + b"}", "deep"),
-        (b"[" * 2_000_000, "deep"),
+        (b"[" * 900_000, "deep"),
     ],
 )
 def test_refused(data: bytes, complaint: str) -> None:
@@ -43,7 +43,7 @@ def test_the_offset_of_an_error_counts_bytes() -> None:
 
 
 def test_size_and_number_of_values_are_bounded() -> None:
-    with pytest.raises(LimitError, match="11 bytes.*limit of 10"):
+    with pytest.raises(LimitError, match=r"11 bytes.*limit of 10"):
         parse(b'{"a":12345}', "doc", limit=10)
     assert parse(b'{"a":12345}', "doc", limit=11) == {"a": 12345}
     with pytest.raises(LimitError, match="values"):

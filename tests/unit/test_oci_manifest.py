@@ -103,7 +103,9 @@ def test_duplicate_keys_are_refused_at_any_depth() -> None:
 
 
 @pytest.mark.case("M18")
-@pytest.mark.parametrize("hint", ["application/json", "text/plain; charset=utf-8", "", None, "application/octet-stream"])
+@pytest.mark.parametrize(
+    "hint", ["application/json", "text/plain; charset=utf-8", "", None, "application/octet-stream"]
+)
 def test_a_server_that_does_not_know_contradicts_nothing(hint: str | None) -> None:
     assert parsed({**MANIFEST, "mediaType": mediatype.DOCKER_MANIFEST}, hint).media_type == mediatype.DOCKER_MANIFEST
 
@@ -186,7 +188,7 @@ def test_artifacts_are_documents_but_no_images(changes: dict[str, Any], name: st
     ],
 )
 def test_encrypted_layers(media_type: str) -> None:
-    with pytest.raises(UnsupportedError, match="layer 0 is encrypted") as caught:
+    with pytest.raises(UnsupportedError, match="layer 0, .* is encrypted") as caught:
         image(layers=[{**LAYER, "mediaType": media_type}]).require_image("m")
     assert media_type in str(caught.value)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support.trees import Layer, content, merged
+
 from layerstore.errors import MalformedError, NotFoundError
 from layerstore.tree.inode import Symlink
 from layerstore.tree.resolve import find, lookup, trace
-from support.trees import Layer, content, merged
 
 
 @pytest.mark.case("O13")

@@ -1,0 +1,115 @@
+"""Run a command in a sandbox: with runc or crun where there is one, else in a chroot of our own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layerstore.errors import NotFoundError, os_errors, printable
+from layerstore.oci.config import RunConfig
+from overlay import runs, signals
+from overlay.bundle import write_bundle
+from overlay.chroot import run_in_chroot
+from overlay.privilege import require_root
+from overlay.process import process_of
+from overlay.sandbox import Sandbox
+
+CHROOT = "chroot"
+"""The name of running without an OCI runtime."""
+RUNTIMES = ("runc", "crun")
+"""OCI runtimes, the preferred one first."""
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``exit_code`` is the command's, 128+n when signal n ended it; ``runtime`` what ran it, a path or "chroot"."""
+
+    exit_code: int
+    runtime: str
+
+
+def find_runtime(wanted: str | None = None) -> str:
+    """The path of an OCI runtime, or "chroot".
+
+    Args:
+        wanted: a name or path, "chroot", or None for the first of RUNTIMES that is installed, else "chroot".
+
+    Raises:
+        NotFoundError: ``wanted`` isn't installed.
+    """
+    if wanted == CHROOT:
+        return CHROOT
+    for name in RUNTIMES if wanted is None else (wanted,):
+        path = shutil.which(name, path=SEARCH_PATH)
+        if path is not None:
+            return os.path.abspath(path)
+    if wanted is None:
+        return CHROOT
+    raise NotFoundError(f"no OCI runtime {printable(wanted)!r}; install runc or crun, or choose chroot")
+
+
+def run(
+    sandbox: Sandbox,
+    argv: Sequence[str] | None,
+    config: RunConfig,
+    *,
+    runtime: str | None = None,
+    terminal: bool = False,
+) -> Outcome:
+    """Run ``argv`` in the sandbox and wait for it, with this process's standard streams.
+
+    Signals that this process gets meanwhile go to the command. A working directory that the image lacks is made, as
+    runc does.
+
+    Args:
+        sandbox: a standing sandbox.
+        argv: the whole command line; None or empty for the image's own.
+        config: what the image says about running it.
+        runtime: see :func:`find_runtime`.
+        terminal: with an OCI runtime, give the command a terminal of its own (standard input must be one).
+
+    Raises:
+        UsageError, NotFoundError, MalformedError: see :func:`overlay.process.process_of`.
+        PermissionError_: not root.
+        UnavailableError: the chroot could not be set up. An OCI runtime that fails says so on standard error itself,
+            and its exit code is the outcome's.
+    """
+    require_root()
+    chosen = find_runtime(runtime)
+    with os_errors(f"run a command in sandbox {sandbox.id}"):
+        if chosen == CHROOT:
+            process = process_of(config, sandbox.rootfs, argv)
+            return Outcome(run_in_chroot(process, sandbox.rootfs, sandbox.directory), CHROOT)
+        return Outcome(_run_in_container(argv, config, sandbox, chosen, terminal), chosen)
+
+
+def _run_in_container(
+    argv: Sequence[str] | None, config: RunConfig, sandbox: Sandbox, runtime: str, terminal: bool
+) -> int:
+    name = f"imgtool-{sandbox.id}-{os.urandom(4).hex()}"
+    state = runs.runtime_root(sandbox.directory)
+    bundle = f"{sandbox.directory}/{runs.DIRECTORY}/{name}.bundle"
+    path = write_bundle(bundle, sandbox, config, args=argv, terminal=terminal)
+    try:
+        entry = runs.Run(name, runtime=runtime)
+        runs.register(sandbox.directory, entry)
+        with signals.held() as mask:
+            pid = os.posix_spawn(
+                runtime,
+                [runtime, "--root", state, "run", "--bundle", bundle, name],
+                {"PATH": SEARCH_PATH},
+                setsigmask=mask,
+            )
+            return signals.wait(pid)
+    finally:
+        if os.path.lexists(f"{state}/{name}"):  # the runtime was killed before it could tidy up
+            runs.stop(sandbox.directory, entry)
+        runs.unregister(sandbox.directory, name)
+        try:
+            os.unlink(path)
+            os.rmdir(bundle)
+        except FileNotFoundError:
+            pass  # the sandbox has been removed under the command
