@@ -26,9 +26,9 @@ def json_option(function: F) -> F:
 
 
 def store_option(function: F) -> F:
-    return click.option(
-        "--store", metavar="DIR", help="Store directory [default: $IMGTOOL_STORE, else ROOT/store]."
-    )(root_option(function))
+    return click.option("--store", metavar="DIR", help="Store directory [default: $IMGTOOL_STORE, else ROOT/store].")(
+        root_option(function)
+    )
 
 
 def root_option(function: F) -> F:

@@ -35,7 +35,6 @@ def shown(*, quiet: bool = False) -> Iterator[Progress]:
         yield SILENT
         return
     from rich.console import Console
-    from rich.progress import Progress as RichProgress
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -43,6 +42,7 @@ def shown(*, quiet: bool = False) -> Iterator[Progress]:
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
+    from rich.progress import Progress as RichProgress
 
     bars = RichProgress(
         TextColumn("{task.description:>9}"),

@@ -48,5 +48,5 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right
         table.add_row(*(Text(cell) for cell in row))
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
-        console.width = max(80, console.measure(table).maximum)
+        console = Console(file=sys.stdout, highlight=False, width=console.measure(table).maximum + 1_000)
     console.print(table)

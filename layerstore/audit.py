@@ -9,11 +9,11 @@ from functools import partial
 from layerstore.digest import Digest
 from layerstore.errors import CorruptError, ImgtoolError
 from layerstore.image import Layer, parse_image, read_document
+from layerstore.oci.descriptor import Descriptor
 from layerstore.opened import open_layer
 from layerstore.pack.format import BLOCK_SIZE, ChunkRecord, unpack_chunk_list
 from layerstore.pack.reader import FrameIndex, read_span
 from layerstore.pack.stored import StoredPack
-from layerstore.oci.descriptor import Descriptor
 from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import Store
 from layerstore.store.verification import Fault, Finding

@@ -12,8 +12,6 @@ store as it was, save for space that ``gc`` reclaims.
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 from array import array
 from collections.abc import Callable
@@ -23,33 +21,25 @@ from dataclasses import dataclass, field
 
 import zstandard
 
-from layerstore.content import same_content
 from layerstore.digest import Digest
 from layerstore.erofs.layout import HOLE, Chunked, Device, address
 from layerstore.erofs.writer import write_image
-from layerstore.errors import ConflictError, CorruptError, UsageError, os_errors
+from layerstore.errors import CorruptError, UsageError, os_errors
 from layerstore.image import Image, Layer, Role, all_packs, load_image
 from layerstore.limits import DEFAULT_LIMITS, Limits
-from layerstore.oci.config import ImageConfig
-from layerstore.oci.document import dump
+from layerstore.material import Base, SourceReader, survey
 from layerstore.oci.platform import Platform
-from layerstore.oci.source import SourceImage
 from layerstore.oci.source_name import SourceName
-from layerstore.oci.transport import open_source
 from layerstore.opened import open_layer
 from layerstore.pack.chunks import ChunkTable, Sizes, chunk_files, pieces, read_piece
 from layerstore.pack.format import BLOCK_SIZE
 from layerstore.pack.reuse import Reuse, choose, find
 from layerstore.pack.stored import StoredPack
 from layerstore.pack.writer import DEFAULT_LEVEL, PackWriter
-from layerstore.publish import current, publish_config, publish_image
 from layerstore.progress import SILENT, Progress
+from layerstore.publish import current, publish_config, publish_image
 from layerstore.store.protocol import Lease, WriteStore
-from layerstore.tar.archive import LayerArchive
-from layerstore.tree.difference import delta
-from layerstore.tree.inode import Directory, File, walk
-from layerstore.tree.local import scan
-from layerstore.tree.merge import Merge
+from layerstore.tree.inode import Directory
 
 _HASH_STEP = 1 << 20
 _METADATA_LEVEL = 9
@@ -115,17 +105,6 @@ class Report:
 
 
 @dataclass(slots=True)
-class _Material:
-    """The tree of a source, with where it came from."""
-
-    tree: Directory
-    config: ImageConfig
-    size: int
-    digest: Digest | None
-    diff_ids: tuple[Digest, ...]
-
-
-@dataclass(slots=True)
 class _Warnings:
     told: Callable[[str], None]
     texts: list[str] = field(default_factory=list)
@@ -158,9 +137,10 @@ def convert(
         scratch = stack.enter_context(store.scratch())
         pool = stack.enter_context(ThreadPoolExecutor(conversion.jobs, thread_name_prefix="convert"))
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-        base = _load_base(conversion, store)
-        material = _read(conversion, base, store, scratch, stack, progress, warnings)
-        entries, files = _survey(material.tree)
+        base = _load_base(conversion, store, scratch, stack)
+        reader = SourceReader(scratch, stack, conversion.platform, conversion.limits, progress, warnings)
+        material = reader.read(conversion.source, base)
+        entries, files = survey(material.tree)
         progress.start("hash", sum(extent.length for file in files for extent in file.extents))
         table = chunk_files(files, conversion.sizes, pool, conversion.jobs, progress)
         reuse = _reuse(conversion, table, base, store, lease, progress, warnings)
@@ -172,7 +152,7 @@ def convert(
             conversion.role,
             *metadata,
             packs=packs,
-            base=base.layers[0].metadata if base else None,
+            base=base.layer.metadata if base else None,
             source=material.digest,
             diff_ids=material.diff_ids,
         )
@@ -193,174 +173,31 @@ def convert(
     )
 
 
-def _load_base(conversion: Conversion, store: WriteStore) -> Image | None:
+def _load_base(conversion: Conversion, store: WriteStore, scratch: str, stack: ExitStack) -> Base | None:
     if conversion.base is None:
         if conversion.rebase:
             raise UsageError("--rebase computes a difference to a base: name it with --base")
         return None
     if conversion.role is Role.BASE:
         raise UsageError("a base stands on nothing: --base is for workspaces and toolkits")
-    base = load_image(store, conversion.base)
-    if len(base.layers) != 1 or base.layers[0].role is not Role.BASE:
-        roles = ", ".join(layer.role for layer in base.layers)
+    image = load_image(store, conversion.base)
+    if len(image.layers) != 1 or image.layers[0].role is not Role.BASE:
+        roles = ", ".join(layer.role for layer in image.layers)
         raise UsageError(f"{conversion.base!r} is no base but: {roles}")
-    return base
-
-
-def _read(
-    conversion: Conversion,
-    base: Image | None,
-    store: WriteStore,
-    scratch: str,
-    stack: ExitStack,
-    progress: Progress,
-    warn: Callable[[str], None],
-) -> _Material:
-    lower = None
-    if base is not None:
-        lower = stack.enter_context(open_layer(store, base.layers[0], scratch=scratch)).tree()
-    match conversion.source.transport:
-        case "tree":
-            progress.start("scan", None)
-            tree = scan(conversion.source.path, warn=warn)
-            material = _Material(tree, _plain_config(conversion.platform), 0, None, ())
-            material.size = sum(extent.length for file in _survey(tree)[1] for extent in file.extents)
-            if not conversion.rebase:
-                return material
-        case "tar":
-            merge = Merge(lower=None if conversion.rebase else lower, warn=warn, limits=conversion.limits)
-            material = _read_tar(conversion, merge, scratch, stack, progress, warn)
-            if not conversion.rebase:
-                return material
-        case _:
-            source = stack.enter_context(
-                open_source(conversion.source, scratch=scratch, limits=conversion.limits, warn=warn)
-            )
-            image = source.image(conversion.platform)
-            skip = 0
-            if base is not None and not conversion.rebase:
-                skip = _layers_of_base(image, base, conversion)
-            merge = Merge(lower=lower if skip else None, warn=warn, limits=conversion.limits)
-            material = _read_image(conversion, image, skip, merge, scratch, stack, progress, warn)
-            if skip:
-                return material
-    if lower is not None:
-        material.tree = delta(lower, material.tree, same_content)
-    return material
-
-
-def _layers_of_base(image: SourceImage, base: Image, conversion: Conversion) -> int:
-    """How many of the image's layers the base consists of."""
-    expected = base.layers[0].diff_ids
-    actual = tuple(layer.diff_id for layer in image.layers)
-    if not expected or actual[: len(expected)] != expected:
-        shared = next((i for i, (a, b) in enumerate(zip(actual, expected, strict=False)) if a != b), len(actual))
-        why = (
-            "the base doesn't record the layers it was made from"
-            if not expected
-            else f"of the base's {len(expected)} layers the image begins with {shared}"
-        )
-        raise ConflictError(
-            f"{conversion.source} isn't built on {conversion.base!r}: {why}; "
-            "use its own base, or --rebase to compute the difference of the trees"
-        )
-    return len(expected)
-
-
-def _read_image(
-    conversion: Conversion,
-    image: SourceImage,
-    skip: int,
-    merge: Merge,
-    scratch: str,
-    stack: ExitStack,
-    progress: Progress,
-    warn: Callable[[str], None],
-) -> _Material:
-    layers = image.layers[skip:]
-    total = sum(layer.descriptor.size for layer in layers)
-    progress.start("unpack", total)
-    for number, layer in enumerate(layers, skip):
-        archive = stack.enter_context(
-            LayerArchive(
-                image.open_layer(number),
-                scratch=scratch,
-                limits=conversion.limits,
-                warn=warn,
-                expected=layer.descriptor.digest,
-                expected_size=layer.descriptor.size,
-                progress=progress.advance,
-            )
-        )
-        merge.apply(archive.members(), archive.source)
-        _, _, diff_id, _ = archive.finish()
-        if layer.diff_id is not None and layer.diff_id.algorithm == "sha256" and diff_id != layer.diff_id:
-            raise CorruptError(
-                f"diff ID of layer {layer.descriptor.digest}", expected=str(layer.diff_id), actual=str(diff_id)
-            )
-    diff_ids = tuple(layer.diff_id for layer in image.layers)
-    return _Material(merge.tree(), image.config, total, image.descriptor.digest, diff_ids)
-
-
-def _read_tar(
-    conversion: Conversion,
-    merge: Merge,
-    scratch: str,
-    stack: ExitStack,
-    progress: Progress,
-    warn: Callable[[str], None],
-) -> _Material:
-    path = conversion.source.path
-    if path == "-":
-        stream = sys.stdin.buffer
-        progress.start("unpack", None)
-    else:
-        with os_errors("open the archive"):
-            stream = stack.enter_context(open(path, "rb"))
-            progress.start("unpack", os.fstat(stream.fileno()).st_size)
-    archive = stack.enter_context(
-        LayerArchive(stream, scratch=scratch, limits=conversion.limits, warn=warn, progress=progress.advance)
-    )
-    merge.apply(archive.members(), archive.source)
-    _, size, diff_id, _ = archive.finish()
-    return _Material(merge.tree(), _plain_config(conversion.platform), size, diff_id, (diff_id,))
-
-
-def _plain_config(platform: Platform | None) -> ImageConfig:
-    """The config of a source that has none; without ``--platform`` it fits every machine."""
-    document: dict[str, object] = {"architecture": "unknown", "os": "linux", "config": {}}
-    if platform is not None:
-        document["architecture"] = platform.architecture
-        document["os"] = platform.os
-        if platform.variant:
-            document["variant"] = platform.variant
-    document["rootfs"] = {"type": "layers", "diff_ids": []}
-    return ImageConfig.parse(dump(document), "config")
-
-
-def _survey(tree: Directory) -> tuple[int, list[File]]:
-    """How many names the tree has, and its regular files, each once, in the order their data is laid out."""
-    seen: set[int] = set()
-    files = []
-    names = 0
-    for _, inode in walk(tree):
-        names += 1
-        if isinstance(inode, File) and id(inode) not in seen:
-            seen.add(id(inode))
-            files.append(inode)
-    return names, files
+    opened = stack.enter_context(open_layer(store, image.layers[0], scratch=scratch))
+    return Base(conversion.base, image.layers[0], opened.tree(), conversion.rebase)
 
 
 def _reuse(
     conversion: Conversion,
     table: ChunkTable,
-    base: Image | None,
+    base: Base | None,
     store: WriteStore,
     lease: Lease,
     progress: Progress,
     warn: Callable[[str], None],
 ) -> Reuse:
-    own = base.layers[0].packs if base else ()
+    own = base.layer.packs if base else ()
     packs = {pack.digest: pack for pack in own}
     if conversion.dedup:
         unreadable: list[str] = []

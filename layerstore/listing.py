@@ -38,7 +38,8 @@ def list_images(store: Store) -> list[ListedImage]:
         listed.append(ListedImage(name, digest, tuple(layer.role for layer in image.layers), 0, 0))
     # Two names of one image share everything, so uses are counted by manifest and not by name.
     uses = Counter(
-        blob for manifest in {item.manifest: item.name for item in listed if item.name in blobs}.values()
+        blob
+        for manifest in {item.manifest: item.name for item in listed if item.name in blobs}.values()
         for blob in blobs[manifest]
     )
     return [

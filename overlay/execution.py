@@ -99,7 +99,7 @@ def _run_in_container(
         with signals.held() as mask:
             pid = os.posix_spawn(
                 runtime,
-                [runtime, "--root", state, "run", "--bundle", bundle, name],
+                [runtime, "--root", state, *_options(runtime), "run", "--bundle", bundle, name],
                 {"PATH": SEARCH_PATH},
                 setsigmask=mask,
             )
@@ -113,3 +113,8 @@ def _run_in_container(
             os.rmdir(bundle)
         except FileNotFoundError:
             pass  # the sandbox has been removed under the command
+
+
+def _options(runtime: str) -> tuple[str, ...]:
+    """crun refuses to start where cgroup v1 and v2 share the controllers unless it is told to leave cgroups alone."""
+    return ("--cgroup-manager=disabled",) if os.path.basename(runtime) == "crun" else ()

@@ -35,13 +35,16 @@ def read_in_root(rootfs: str, path: str, limit: int = READ_LIMIT) -> bytes | Non
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return None
         raise from_os_error(error, f"open {shown} of the image") from error
-    with os.fdopen(fd, "rb") as stream:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise MalformedError(f"{shown} of the image is not a regular file")
-        try:
-            content = stream.read(limit + 1)
-        except OSError as error:
-            raise from_os_error(error, f"read {shown} of the image") from error
+        content = b""
+        while len(content) <= limit and (part := os.read(fd, limit + 1 - len(content))):
+            content += part
+    except OSError as error:
+        raise from_os_error(error, f"read {shown} of the image") from error
+    finally:
+        os.close(fd)
     if len(content) > limit:
         raise LimitError(f"{shown} of the image has more than {limit} bytes")
     return content

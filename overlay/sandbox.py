@@ -33,6 +33,7 @@ from layerstore.errors import (
     ImgtoolError,
     MalformedError,
     NotFoundError,
+    UnsupportedError,
     UsageError,
     from_os_error,
     os_errors,
@@ -468,12 +469,12 @@ class Sandboxes:
             os.close(fd)
 
     def list(self) -> list[Sandbox]:
-        """All sandboxes by id; half made and half removed ones aren't."""
+        """All sandboxes by id. What isn't whole (half made, half removed, an unreadable state) is :meth:`recover`'s."""
         found = []
-        for name in self._names():
+        for name in filter(USER.fullmatch, self._names()):
             try:
                 found.append(self.get(name))
-            except NotFoundError:
+            except (NotFoundError, MalformedError, UnsupportedError):
                 pass
         return found
 

@@ -25,14 +25,10 @@ class Fetched:
     raw: int = 0
 
     def __add__(self, other: Fetched) -> Fetched:
-        return Fetched(
-            self.requests + other.requests, self.compressed + other.compressed, self.raw + other.raw
-        )
+        return Fetched(self.requests + other.requests, self.compressed + other.compressed, self.raw + other.raw)
 
 
-def fetch(
-    plan: Sequence[PackFetch], store: Store, packs: PackCache, *, jobs: int, progress: Progress
-) -> Fetched:
+def fetch(plan: Sequence[PackFetch], store: Store, packs: PackCache, *, jobs: int, progress: Progress) -> Fetched:
     """Run a plan.
 
     Raises:

@@ -57,9 +57,7 @@ class PackFetch:
     ranges: tuple[FrameRange, ...]
 
 
-def plan_eager(
-    layers: Sequence[Layer], store: Store, metadata: MetadataCache, packs: PackCache
-) -> list[PackFetch]:
+def plan_eager(layers: Sequence[Layer], store: Store, metadata: MetadataCache, packs: PackCache) -> list[PackFetch]:
     """Everything that the layers refer to and the cache lacks, pack by pack. Their metadata has to be there."""
     needed: dict[StoredPack, set[int]] = {}
     for layer in layers:

@@ -17,7 +17,8 @@
 - **member**: a name that a layer's tar holds. **whiteout**: the mark in a layer for a name that it removes.
 
 Trees are never edited in place: an edit is made on a copy whose files are hardlinks, and replaces the files it changes.
-The mirror and the package index are those that the machine has configured. Given the same packages, a layer's
-bytes are the same on every run: names are sorted, and no time is later than :data:`layers.EPOCH`.
+The mirror and the package index are those that the machine has configured. Given the same packages, a layer is the
+same on every run: names are sorted, and no time is later than :data:`layers.EPOCH`. The exception are a few .pyc files
+of base trees, which packages compile as they are configured, in bytes that depend on the compiling process.
 One build at a time works in DIR (a lock on DIR/lock). Everything here runs as root.
 """

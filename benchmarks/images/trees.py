@@ -29,8 +29,10 @@ def debian(tree: Path, packages: Iterable[str], log: Path, *, variant: str = "mi
     for name, content in (("hostname", "debian\n"), ("resolv.conf", "")):  # mmdebstrap copies the machine's
         (tree / "etc" / name).unlink(missing_ok=True)
         (tree / "etc" / name).write_text(content)
-    shutil.rmtree(tree / "dev", ignore_errors=True)
-    (tree / "dev").mkdir()
+    for name in ("etc/apt/sources.list.d", "var/lib/apt/lists", "var/cache/apt/archives", "dev"):
+        shutil.rmtree(tree / name, ignore_errors=True)  # the machine's mirror, and what its apt left
+        (tree / name).mkdir()
+    (tree / "etc/apt/sources.list").unlink(missing_ok=True)
 
 
 def machine_sources() -> Path:
@@ -54,11 +56,20 @@ def pip_install(tree: Path, requirements: Iterable[str], log: Path, *, target: s
         command += ["--python-version=3.11", f"--target={scratch}/site", *requirements]
         site = f"{scratch}/site"
         run(command, log, tries=2)
+        _drop_scripts(Path(site))
         settle(Path(site))  # before compiling: a .pyc holds the time of its source
         if compiled:
             run([sys.executable, "-m", "compileall", "-q", "-s", site, "-p", f"/{target}", site], log)
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copytree(site, directory, symlinks=True, dirs_exist_ok=True)
+
+
+def _drop_scripts(site: Path) -> None:
+    """Console scripts name the Python that runs pip here, which no image has."""
+    shutil.rmtree(site / "bin", ignore_errors=True)
+    for record in site.glob("*.dist-info/RECORD"):
+        lines = record.read_text().splitlines(keepends=True)
+        record.write_text("".join(line for line in lines if not line.startswith("../../bin/")))
 
 
 def pip_sources(tree: Path, requirements: Iterable[str], log: Path) -> None:

@@ -55,7 +55,9 @@ def command(
     conflicts = stack.conflicts
     for conflict in conflicts[:_SHOWN]:
         providers = ", ".join(stack.names[number] for number in conflict.layers)
-        render.print_line(f"  /{printable(conflict.path)}: in {providers}; {stack.names[conflict.winner]} wins ({conflict.kind})")
+        render.print_line(
+            f"  /{printable(conflict.path)}: in {providers}; {stack.names[conflict.winner]} wins ({conflict.kind})"
+        )
     if len(conflicts) > _SHOWN:
         render.print_line(f"  … and {len(conflicts) - _SHOWN} more; --json lists all")
     render.print_line(

@@ -30,7 +30,9 @@ from layerstore.pack.writer import DEFAULT_LEVEL
 @click.option("--base", metavar="NAME", help="Base in the store that the source was built on.")
 @click.option("--rebase", is_flag=True, help="The source was not built on --base: compute the difference.")
 @click.option("--platform", metavar="OS/ARCH[/VARIANT]", help="Which image of an index [default: this machine's].")
-@click.option("--no-dedup", is_flag=True, help="Refer to no other layer's packs: the digests depend on the source alone.")
+@click.option(
+    "--no-dedup", is_flag=True, help="Refer to no other layer's packs: the digests depend on the source alone."
+)
 @click.option("--level", type=click.IntRange(1, 19), default=DEFAULT_LEVEL, show_default=True, help="zstd level.")
 @click.option("--max-layer-gib", type=click.IntRange(1), help="Refuse layers that unpack to more [default: 256].")
 @click.option("--max-entries", type=click.IntRange(1), help="Refuse images of more entries [default: 10000000].")

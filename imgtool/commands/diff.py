@@ -36,7 +36,11 @@ def command(old: str, new: str, store: str | None, root: str | None, as_json: bo
     if as_json:
         render.print_json(
             [
-                {"path": "/" + printable(change.path), "change": str(change.kind), "what": sorted(map(str, change.what))}
+                {
+                    "path": "/" + printable(change.path),
+                    "change": str(change.kind),
+                    "what": sorted(map(str, change.what)),
+                }
                 for change in changes
             ]
         )

@@ -18,7 +18,9 @@ from layerstore.opened import open_layer
     epilog=examples("imgtool dump repo", "imgtool dump repo-env --layer 2 | less"),
 )
 @click.argument("name")
-@click.option("--layer", type=click.IntRange(0), default=0, show_default=True, help="Position in the stack, bottom is 0.")
+@click.option(
+    "--layer", type=click.IntRange(0), default=0, show_default=True, help="Position in the stack, bottom is 0."
+)
 @store_option
 @json_option
 def command(name: str, layer: int, store: str | None, root: str | None, as_json: bool) -> None:

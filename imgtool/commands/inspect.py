@@ -70,7 +70,9 @@ def _layer(layer: Layer) -> dict[str, object]:
 def _print_layers(image: Image) -> None:
     rows: list[tuple[str, ...]] = []
     for layer in image.layers:
-        rows.append((layer.role, layer.metadata.hex[:12], render.size(layer.metadata_size), render.size(layer.blob_size)))
+        rows.append(
+            (layer.role, layer.metadata.hex[:12], render.size(layer.metadata_size), render.size(layer.blob_size))
+        )
         rows += [
             ("  pack", pack.digest.hex[:12], render.size(pack.raw_size), render.size(pack.blob_size))
             for pack in layer.packs

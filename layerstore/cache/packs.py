@@ -84,7 +84,9 @@ class CachedPack:
         self._presence_at = FramesHeader.STRUCT.size + records
         self._blob = header.blob_sha256
         if len(content) != self._presence_at + header.frames or header.pack_sha256 != self.pack.digest.raw:
-            raise CorruptError(f"frames file of cached pack {self.pack.digest} is not that pack's; remove its directory")
+            raise CorruptError(
+                f"frames file of cached pack {self.pack.digest} is not that pack's; remove its directory"
+            )
         if os.fstat(self._data).st_size != header.raw_size or header.raw_size != self.pack.raw_size:
             raise CorruptError(f"data of cached pack {self.pack.digest} has a wrong size; remove its directory")
         index = FrameIndexHeader(header.raw_size, header.frames).pack()

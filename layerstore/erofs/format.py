@@ -7,8 +7,9 @@ digests of all layers, see :data:`layerstore.version.FORMAT_VERSION`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from struct import Struct
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -84,6 +85,8 @@ MAX_DEVICES = 0xFFFF
 """extra_devices is 16 bits wide."""
 MAX_ROOT_NID = 0xFFFF
 MAX_FILE_SIZE = (1 << 63) - 1
+MAX_ID = 0xFFFF_FFFE
+"""All bits set is Linux's invalid id, which a mount shows as another: 65534."""
 
 EROFS_XATTR_INDEX_USER = 1
 EROFS_XATTR_INDEX_POSIX_ACL_ACCESS = 2
@@ -109,14 +112,19 @@ NSEC_PER_SEC = 1_000_000_000
 
 
 class Record:
-    """A structure on disk: a frozen dataclass whose fields are the values of its STRUCT, in order."""
+    """A structure on disk: a frozen dataclass with slots, whose fields are the values of its STRUCT, in order."""
 
     __slots__: tuple[str, ...] = ()
     STRUCT: ClassVar[Struct]
+    _values: ClassVar[Callable[[Any], tuple[Any, ...]]]
 
     if TYPE_CHECKING:
 
         def __init__(self, *values: Any) -> None: ...
+
+    def __init_subclass__(cls) -> None:
+        if "__slots__" in cls.__dict__:  # not yet there when the class is made, but when the decorator makes it anew
+            cls._values = attrgetter(*cls.__slots__)
 
     @classmethod
     def unpack(cls, data: Buffer, offset: int = 0) -> Self:
@@ -124,10 +132,7 @@ class Record:
         return cls(*cls.STRUCT.unpack_from(data, offset))
 
     def pack(self) -> bytes:
-        return self.STRUCT.pack(*self.values())
-
-    def values(self) -> Iterator[Any]:
-        return (getattr(self, name) for name in self.__slots__)
+        return self.STRUCT.pack(*self.__class__._values(self))
 
 
 @dataclass(frozen=True, slots=True)

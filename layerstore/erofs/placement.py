@@ -32,6 +32,7 @@ from layerstore.erofs.format import (
     INODE_SIZE,
     MAX_DEVICES,
     MAX_FILE_SIZE,
+    MAX_ID,
     MAX_INLINE,
     MAX_ROOT_NID,
     NSEC_PER_SEC,
@@ -336,8 +337,8 @@ def _check_directory(directory: Directory, trail: Trail | None) -> None:
 
 
 def _check_attrs(attrs: Attrs, trail: Trail | None) -> None:
-    if not (0 <= attrs.uid <= 0xFFFF_FFFF and 0 <= attrs.gid <= 0xFFFF_FFFF):
-        raise LimitError(f"{show(trail)}: owner {attrs.uid}:{attrs.gid}; ids of EROFS have 32 bits")
+    if not (0 <= attrs.uid <= MAX_ID and 0 <= attrs.gid <= MAX_ID):
+        raise LimitError(f"{show(trail)}: owner {attrs.uid}:{attrs.gid}; ids of Linux end at {MAX_ID}")
     if not (-(1 << 63) <= attrs.mtime < 1 << 63 and 0 <= attrs.nsec < NSEC_PER_SEC):
         raise LimitError(f"{show(trail)}: its time is {attrs.mtime} s, {attrs.nsec} ns; seconds of EROFS have 64 bits")
     if not 0 <= attrs.mode <= 0xFFFF:

@@ -85,7 +85,7 @@ _TABLE_PIECE = 1 << 16
 """Bytes of a chunk table that are read at once."""
 _MAX_LINKS = 40
 """Symbolic links followed in one lookup, as in Linux."""
-_SHARED_KEPT = 1024
+_SHARED_KEPT = 256
 """Shared xattrs kept decoded, of at most 64 KiB each."""
 
 

@@ -10,7 +10,7 @@
 
 * **document** (`document.py`): strict JSON with bounds; every document of an image passes through it.
 * **descriptor**, **manifest**, **index**, **config** (`descriptor.py`, `manifest.py`, `config.py`): frozen values, made
-  only by parsing; `schema.py` has the structure of the first three as JSON Schemas. Unknown fields survive.
+  only by parsing. Unknown fields survive.
 * **platform**, **selection** (`platform.py`, `selection.py`): which image of an index is meant.
 * **media type** (`mediatype.py`): their names. What a layer really is, its first bytes decide.
 * **reference**, **source name** (`reference.py`, `source_name.py`): what users write.

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from layerstore.errors import (
     LimitError,
     MalformedError,
+    NotFoundError,
     UnsupportedError,
     os_errors,
     printable,
@@ -26,6 +27,7 @@ from layerstore.oci.document import shown
 from layerstore.oci.files import FileRange
 from layerstore.oci.source import Warn
 from layerstore.tar.compression import SNIFFED, Compression, decompress, sniff
+from layerstore.tar.format import BLOCK
 from layerstore.tar.member import Member
 from layerstore.tar.reader import MemberReader
 
@@ -89,7 +91,7 @@ class ArchiveFiles:
     def close(self) -> None:
         path, self._scratch_path = self._scratch_path, None
         if path is not None:
-            with contextlib.suppress(FileNotFoundError), os_errors(f"remove {printable(path)}"):
+            with contextlib.suppress(NotFoundError), os_errors(f"remove {printable(path)}"):
                 os.unlink(path)
 
     def __enter__(self) -> ArchiveFiles:
@@ -180,7 +182,7 @@ def _entry(path: str, member: Member) -> _Entry:
     if member.kind != stat.S_IFREG:
         return _Entry()
     if not member.size:
-        return _Entry(file=FileRange(path, 0, 0))
+        return _Entry(file=FileRange(path, member.offset + BLOCK, 0))
     if len(member.data) == 1 and member.data[0].length == member.size:
         return _Entry(file=FileRange(path, member.data[0].at, member.size))
     return _Entry()  # sparse: no writer of images makes these

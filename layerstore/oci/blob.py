@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import os
 from typing import TYPE_CHECKING
 
 from layerstore.digest import Digest
-from layerstore.errors import CorruptError, LimitError, os_errors
+from layerstore.errors import CorruptError, LimitError
 from layerstore.oci.descriptor import Descriptor
-from layerstore.oci.files import FileRange
+from layerstore.oci.files import FileRange, RangeReader
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,62 +49,35 @@ def digest_of(file: FileRange, what: str) -> Digest:
     """The sha256 digest of what nobody has named yet."""
     hasher = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK))
-    descriptor = file.open()
-    try:
-        done = 0
-        while done < file.size:
-            with os_errors(f"read {what}"):
-                count = os.preadv(descriptor, [buffer[: file.size - done]], file.offset + done)
-            if not count:
-                raise CorruptError(f"{what} ends early", expected=f"{file.size} bytes", actual=str(done))
+    with RangeReader(file, what) as reader:
+        while count := reader.readinto(buffer):
             hasher.update(buffer[:count])
-            done += count
-    finally:
-        os.close(descriptor)
     return Digest("sha256", hasher.hexdigest())
 
 
-class BlobReader(io.RawIOBase):
+class BlobReader(RangeReader):
     """A blob as a stream that raises CorruptError instead of ending, unless its digest is right.
 
     Bytes are handed out before that is known: nothing may be published from them until :meth:`finish` has returned,
     which reads what a decoder that stops early has left. One thread at a time.
 
     Attributes:
-        file: where the bytes lie, for random access once they are verified.
         verified: whether the end was reached and the digest is right.
     """
 
     def __init__(self, file: FileRange, descriptor: Descriptor, what: str) -> None:
-        super().__init__()
         check_size(file, descriptor, what)
-        self.file = file
+        super().__init__(file, what)
         self.verified = False
-        self._what = what
         self._digest = descriptor.digest
         self._hasher = descriptor.digest.hasher()
-        self._position = 0
-        self._descriptor = file.open()
-        if not file.size:
-            self._verify()
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer: Buffer, /) -> int:
-        view = memoryview(buffer).cast("B")[: self.file.size - self._position]
-        if not view:
-            return 0
-        with os_errors(f"read {self._what}"):
-            count = os.preadv(self._descriptor, [view], self.file.offset + self._position)
-        if not count:
-            raise CorruptError(
-                f"{self._what} ends early", expected=f"{self.file.size} bytes", actual=str(self._position)
-            )
-        self._hasher.update(view[:count])
-        self._position += count
-        if self._position == self.file.size:
-            self._verify()
+        count = super().readinto(buffer)
+        self._hasher.update(memoryview(buffer).cast("B")[:count])
+        if self._position == self.file.size and not self.verified:
+            self._digest.check(self._hasher, f"{self._what} has the wrong digest")
+            self.verified = True
         return count
 
     def finish(self) -> None:
@@ -116,19 +87,5 @@ class BlobReader(io.RawIOBase):
             CorruptError: the blob isn't what its descriptor says.
         """
         buffer = bytearray(CHUNK)
-        while self._position < self.file.size:
-            self.readinto(buffer)
-        if not self.verified:
-            self._verify()
-
-    def tell(self) -> int:
-        return self._position
-
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._descriptor)
-        super().close()
-
-    def _verify(self) -> None:
-        self._digest.check(self._hasher, f"{self._what} has the wrong digest")
-        self.verified = True
+        while self.readinto(buffer):
+            pass

@@ -47,7 +47,6 @@ class Descriptor:
         media_type, size = document["mediaType"], document["size"]
         if not isinstance(media_type, str) or not media_type:
             raise MalformedError(f"{what}.mediaType is {kind_of(media_type)} where a media type belongs")
-        digest = _parse_digest(document["digest"], what)
         if type(size) is not int:
             raise MalformedError(f"{what}.size is {kind_of(size)} where an integer belongs")
         if not 0 <= size < SIZE_LIMIT:
@@ -55,6 +54,8 @@ class Descriptor:
         annotations = parse_annotations(document.get("annotations"), what)
         extra = {name: value for name, value in document.items() if name not in _OWN_FIELDS}
         _check_extra(extra, what)
+        # Last, so that only a sound descriptor is called unsupported: an index goes on without those.
+        digest = _parse_digest(document["digest"], what)
         descriptor = cls(media_type, digest, size, annotations, extra)
         _check_data(descriptor, what)
         return descriptor

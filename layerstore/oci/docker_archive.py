@@ -149,7 +149,7 @@ class DockerArchiveSource:
         digest = _blob_digest(member)
         if digest is None:
             digest = digest_of(file, what) if compression else diff_id
-        elif compression is None and digest.algorithm == diff_id.algorithm and digest != diff_id:
+        elif not compression and digest.algorithm == diff_id.algorithm and digest != diff_id:
             raise CorruptError(f"{what} is not the config's", expected=str(diff_id), actual=str(digest))
         return Descriptor(mediatype.layer_type(compression), digest, file.size)
 

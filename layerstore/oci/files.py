@@ -2,19 +2,23 @@
 
 ::
 
-    LayoutSource, DockerArchiveSource ──find(name)──▶ Files ──▶ FileRange ──▶ BlobReader
+    LayoutSource, DockerArchiveSource ──find(name)──▶ Files ──▶ FileRange ──▶ RangeReader, BlobReader
                                                       ├── DirectoryFiles
                                                       └── ArchiveFiles (archive.py)
 """
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from layerstore.errors import CorruptError, LimitError, MalformedError, NotFoundError, os_errors, printable
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,11 @@ class FileRange:
     path: str
     offset: int
     size: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the file at ``path``; members of an archive are behind a header, so never at 0."""
+        return self.offset == 0
 
     def open(self) -> int:
         """A descriptor of the file, to be read with pread; the caller closes it.
@@ -57,19 +66,53 @@ class FileRange:
         """
         if self.size > limit:
             raise LimitError(f"{what} has {self.size} bytes, more than the limit of {limit}")
-        descriptor = self.open()
-        try:
-            parts, done = [], 0
+        data = bytearray(self.size)
+        view = memoryview(data)
+        done = 0
+        with RangeReader(self, what) as reader:
             while done < self.size:
-                with os_errors(f"read {what}"):
-                    part = os.pread(descriptor, self.size - done, self.offset + done)
-                if not part:
-                    raise CorruptError(f"{what} ends early", expected=f"{self.size} bytes", actual=str(done))
-                parts.append(part)
-                done += len(part)
-        finally:
+                done += reader.readinto(view[done:])
+        return bytes(data)
+
+
+class RangeReader(io.RawIOBase):
+    """The bytes of a range, in order and unverified; raises CorruptError where the file has become shorter.
+
+    Attributes:
+        file: the range.
+    """
+
+    def __init__(self, file: FileRange, what: str) -> None:
+        super().__init__()
+        self.file = file
+        self._what = what
+        self._position = 0
+        self._descriptor = -1
+        self._descriptor = file.open()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer).cast("B")[: self.file.size - self._position]
+        if not view:
+            return 0
+        with os_errors(f"read {self._what}"):
+            count = os.preadv(self._descriptor, [view], self.file.offset + self._position)
+        if not count:
+            size = f"{self.file.size} bytes"
+            raise CorruptError(f"{self._what} ends early", expected=size, actual=str(self._position))
+        self._position += count
+        return count
+
+    def tell(self) -> int:
+        return self._position
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
             os.close(descriptor)
-        return b"".join(parts)
+        super().close()
 
 
 class Files(Protocol):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from layerstore.errors import MalformedError, NotFoundError, UnsupportedError
 from layerstore.oci import mediatype
 from layerstore.oci.descriptor import Descriptor, parse_annotations
-from layerstore.oci.document import MANIFEST_BYTES, parse, refuse_disguises, shown
-from layerstore.oci.schema import validate
+from layerstore.oci.document import MANIFEST_BYTES, kind_of, parse, refuse_disguises, shown
+from layerstore.oci.platform import Platform
 
 _MEANINGFUL = ("schemaVersion", "mediaType", "config", "layers", "manifests", "fsLayers", "blobs", "subject")
 """Fields whose presence decides what a document is."""
@@ -149,50 +149,72 @@ def _media_type(document: Mapping[str, object], hint: str | None, what: str) -> 
 
 
 def _index(document: dict[str, object], media_type: str, data: bytes, what: str) -> Index:
-    validate("index", document, what)
-    subject, artifact_type = _references(document, what)
+    _check_version(document, what)
     manifests: list[Descriptor] = []
     unusable: list[UnusableEntry] = []
-    for number, item in enumerate(_items(document, "manifests")):
+    for number, item in enumerate(_items(document, "manifests", what)):
+        place = f"{what}: manifests[{number}]"
+        if isinstance(item, dict) and item.get("platform") is not None:
+            Platform.from_json(item["platform"], f"{place}.platform")
         try:
-            manifests.append(Descriptor.parse(item, f"{what}: manifests[{number}]"))
+            manifests.append(Descriptor.parse(item, place))
         except UnsupportedError as error:
-            annotations = parse_annotations(item.get("annotations"), what) if isinstance(item, dict) else {}
+            annotations = parse_annotations(item.get("annotations"), place) if isinstance(item, dict) else {}
             unusable.append(UnusableEntry(number, str(error), annotations))
     return Index(
         media_type=media_type,
         manifests=tuple(manifests),
         annotations=parse_annotations(document.get("annotations"), what),
-        subject=subject,
-        artifact_type=artifact_type,
+        subject=_subject(document, what),
+        artifact_type=_artifact_type(document, what),
         raw=data,
         unusable=tuple(unusable),
     )
 
 
 def _manifest(document: dict[str, object], media_type: str, data: bytes, what: str) -> Manifest:
-    validate("manifest", document, what)
-    subject, artifact_type = _references(document, what)
-    layers = enumerate(_items(document, "layers"))
+    _check_version(document, what)
+    if "config" not in document:
+        raise MalformedError(f"{what} has no 'config'")
+    layers = enumerate(_items(document, "layers", what))
     return Manifest(
         media_type=media_type,
         config=Descriptor.parse(document["config"], f"{what}: config"),
         layers=tuple(Descriptor.parse(item, f"{what}: layers[{number}]") for number, item in layers),
         annotations=parse_annotations(document.get("annotations"), what),
-        subject=subject,
-        artifact_type=artifact_type,
+        subject=_subject(document, what),
+        artifact_type=_artifact_type(document, what),
         raw=data,
     )
 
 
-def _references(document: Mapping[str, object], what: str) -> tuple[Descriptor | None, str | None]:
-    subject, artifact_type = document.get("subject"), document.get("artifactType")
-    return (
-        None if subject is None else Descriptor.parse(subject, f"{what}: subject"),
-        artifact_type if isinstance(artifact_type, str) and artifact_type else None,
-    )
+def _check_version(document: Mapping[str, object], what: str) -> None:
+    if "schemaVersion" not in document:
+        raise MalformedError(f"{what} has no 'schemaVersion'")
+    version = document["schemaVersion"]
+    if type(version) is not int or version != 2:
+        raise MalformedError(f"{what}: schemaVersion is {shown(str(version))} and has to be 2")
 
 
-def _items(document: Mapping[str, object], name: str) -> list[object]:
+def _items(document: Mapping[str, object], name: str, what: str) -> list[object]:
+    """A required array; null, which Go writes for an empty one, is empty."""
+    if name not in document:
+        raise MalformedError(f"{what} has no {name!r}")
     items = document[name]
-    return items if isinstance(items, list) else []  # the schema lets only null through besides
+    if items is None:
+        return []
+    if not isinstance(items, list):
+        raise MalformedError(f"{what}: {name} is {kind_of(items)} where an array belongs")
+    return items
+
+
+def _subject(document: Mapping[str, object], what: str) -> Descriptor | None:
+    subject = document.get("subject")
+    return None if subject is None else Descriptor.parse(subject, f"{what}: subject")
+
+
+def _artifact_type(document: Mapping[str, object], what: str) -> str | None:
+    value = document.get("artifactType")
+    if value is not None and not isinstance(value, str):
+        raise MalformedError(f"{what}: artifactType is {kind_of(value)} where a string belongs")
+    return value or None

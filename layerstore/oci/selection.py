@@ -129,7 +129,7 @@ def select(index: Index, platform: Platform | None, fetch: Fetch, what: str = "i
         return candidates[0].descriptor
     matches = best(candidates, platform or host())
     if not matches:
-        wanted = platform or f"{host()}, this machine; choose with --platform"
+        wanted = platform or f"{host()}, this machine's"
         raise NotFoundError(f"{what} has no image for {wanted}; it has {listed(candidates)}")
     return matches[0].descriptor
 

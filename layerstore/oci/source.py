@@ -65,15 +65,26 @@ class SourceImage:
             CorruptError: it has another size than promised.
         """
         descriptor = self.layers[number].descriptor
-        what = f"layer {number} of {self.name} ({descriptor.digest})"
+        return BlobReader(self.layer_file(number), descriptor, self._layer_name(number))
+
+    def layer_file(self, number: int) -> FileRange:
+        """Where the stored bytes of a layer lie, for who verifies size and digest without our help.
+
+        Raises:
+            NotFoundError: the source doesn't have it; names the digest and where it was looked for.
+        """
+        descriptor = self.layers[number].descriptor
         try:
             file = self.locate(descriptor, f"layer {number} of {self.name}")
         except NotFoundError as error:
             if descriptor.urls or mediatype.is_foreign(descriptor.media_type):
                 raise NotFoundError(f"{error}; it is a foreign layer, and its urls are never followed") from error
             raise
-        self._compare_type(file, descriptor, what)
-        return BlobReader(file, descriptor, what)
+        self._compare_type(file, descriptor, self._layer_name(number))
+        return file
+
+    def _layer_name(self, number: int) -> str:
+        return f"layer {number} of {self.name} ({self.layers[number].descriptor.digest})"
 
     def _compare_type(self, file: FileRange, descriptor: Descriptor, what: str) -> None:
         actual = sniff(file.peek(what, SNIFFED)).value

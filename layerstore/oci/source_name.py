@@ -73,7 +73,7 @@ class SourceName:
         transport, colon, rest = text.partition(":")
         if not colon or transport not in TRANSPORTS:
             known = ", ".join(f"{name}:" for name in TRANSPORTS[:-1])
-            raise UsageError(f"not an image source: {shown(text)}; start it with one of {known} docker://")
+            raise UsageError(f"not an image source: {shown(text)}; start it with {known} or docker://")
         if transport == "docker":
             if not rest.startswith("//"):
                 raise UsageError(f"write docker://REFERENCE: {shown(text)}")

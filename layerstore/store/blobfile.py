@@ -7,7 +7,8 @@ import os
 from typing import TYPE_CHECKING
 
 from layerstore.digest import Digest, Hasher
-from layerstore.errors import CorruptError, UsageError, os_errors
+from layerstore.errors import CorruptError, UsageError
+from layerstore.store.failures import disk_errors
 from layerstore.store.locks import FileLock
 from layerstore.store.staging import StagedFile
 
@@ -38,7 +39,7 @@ class BlobFile:
                 f"blob {self._digest} has {self.size} bytes, {length} at {offset} were to be read: publish it again"
             )
         parts = []
-        with os_errors(f"read blob {self._digest}"):
+        with disk_errors(f"read blob {self._digest}"):
             while length:
                 part = os.pread(self._file.fileno(), length, offset)
                 if not part:
@@ -70,7 +71,7 @@ class BlobUpload:
         self._lock = lock
         self._hasher: Hasher = hashlib.new(algorithm)
         self._size = 0
-        with os_errors("start blob"):
+        with disk_errors("start blob"):
             self._staged = StagedFile(directory)
 
     @property
@@ -83,7 +84,7 @@ class BlobUpload:
     def write(self, data: Buffer) -> None:
         view = memoryview(data)
         try:
-            with os_errors("write blob"):
+            with disk_errors("write blob"):
                 self._staged.write(view)
         except BaseException:
             self.discard()
@@ -98,7 +99,7 @@ class BlobUpload:
             if self._size != size:
                 raise CorruptError(f"blob {digest}", expected=f"{size} bytes", actual=f"{self._size}")
             digest.check(self._hasher, f"blob {digest}")
-            with os_errors(f"write blob {digest}"):
+            with disk_errors(f"write blob {digest}"):
                 self._staged.seal()
                 # The lock keeps collectors and quarantine from mistaking the new blob for the one it replaces.
                 with self._lock.shared():
@@ -107,7 +108,7 @@ class BlobUpload:
             self.discard()
 
     def discard(self) -> None:
-        with os_errors("remove unfinished blob"):
+        with disk_errors("remove unfinished blob"):
             self._staged.discard()
 
     def __enter__(self) -> BlobUpload:

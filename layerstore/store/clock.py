@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from layerstore.errors import os_errors
+from layerstore.store.failures import disk_errors
 
 Clock = Callable[[], int]
 """Nanoseconds since 1970."""
@@ -23,8 +23,8 @@ class FileClock:
         self._path = path
 
     def __call__(self) -> int:
-        with os_errors("read the store's clock"):
-            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with disk_errors("read the store's clock"):
+            file = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
             try:
                 os.utime(file)  # no times given: the server sets its own
                 return os.fstat(file).st_mtime_ns

@@ -97,7 +97,8 @@ def mark(store: PruneStore, documents: Documents) -> Marks:
     Raises:
         ImgtoolError: any of it can't be read.
     """
-    marked: set[Digest] = set()
+    # Pins first: a publisher refers before it releases, so it is seen at least once.
+    marked = set(store.pinned())
     walked: set[Digest] = set()
     references = 0
     for reference in store.references():
@@ -106,7 +107,7 @@ def mark(store: PruneStore, documents: Documents) -> Marks:
             walked.add(reference.target.digest)
             what = f"reference {reference.name!r} in {store.location}"
             marked.update(descriptor.digest for descriptor in walk(documents, reference.target, what))
-    return Marks(store.pinned().union(marked), references)
+    return Marks(frozenset(marked), references)
 
 
 def plan_collection(

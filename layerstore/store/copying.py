@@ -19,7 +19,7 @@ from layerstore.oci.descriptor import Descriptor
 from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import Lease, Store, WriteStore
 from layerstore.store.reach import Documents, is_document, walk
-from layerstore.store.reading import stream_blob
+from layerstore.store.reading import pieces
 
 LEASE_SECONDS = 86_400
 
@@ -149,8 +149,17 @@ class _Leases:
 def _run(one: Callable[[Descriptor, threading.Event], None], descriptors: Iterable[Descriptor], jobs: int) -> None:
     """``one`` for each, ``jobs`` at a time; the first error stops the others at their next piece."""
     stop = threading.Event()
+
+    def task(descriptor: Descriptor) -> None:
+        try:
+            if not stop.is_set():
+                one(descriptor, stop)
+        except BaseException:
+            stop.set()
+            raise
+
     with ThreadPoolExecutor(jobs, thread_name_prefix="copy") as pool:
-        futures = [pool.submit(one, descriptor, stop) for descriptor in descriptors]
+        futures = [pool.submit(task, descriptor) for descriptor in descriptors]
         try:
             for future in as_completed(futures):
                 future.result()
@@ -169,13 +178,21 @@ def _copy_blob(
     what: str,
 ) -> None:
     digest = descriptor.digest
-    with destination.upload(digest.algorithm) as upload:
+    try:
+        blob = source.open(digest)
+    except NotFoundError as error:
+        raise CorruptError(f"{what} reaches a blob that is missing: {error}") from error
+    with blob, destination.upload(digest.algorithm) as upload:
+        if blob.size != descriptor.size:
+            raise CorruptError(
+                f"blob {digest} in {source.location}", expected=f"{descriptor.size} bytes", actual=f"{blob.size}"
+            )
+        for piece in pieces(blob):
+            if stop.is_set():
+                return
+            upload.write(piece)
+            progress.advance(len(piece))
         try:
-            for piece in stream_blob(source, digest, descriptor.size):
-                if stop.is_set():
-                    return
-                upload.write(piece)
-                progress.advance(len(piece))
-        except NotFoundError as error:
-            raise CorruptError(f"{what} reaches a blob that is missing: {error}") from error
-        upload.commit(digest, descriptor.size)
+            upload.commit(digest, descriptor.size)
+        except CorruptError as error:
+            raise CorruptError(f"copy from {source.location}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -14,15 +15,16 @@ from layerstore.errors import (
     CorruptError,
     ImgtoolError,
     NotFoundError,
+    PermissionError_,
     UnavailableError,
     UnsupportedError,
     UsageError,
-    os_errors,
     printable,
 )
 from layerstore.oci.descriptor import Descriptor
 from layerstore.store.blobfile import BlobFile, BlobUpload
 from layerstore.store.clock import NANOSECONDS, Clock, FileClock
+from layerstore.store.failures import disk_errors
 from layerstore.store.format import MARKER_BYTES, REFERENCE_BYTES, ReferenceDocument, StoreMarker
 from layerstore.store.lease import DirectoryLease, LeaseDirectory
 from layerstore.store.locks import LOCK_SECONDS, FileLock
@@ -103,14 +105,14 @@ class DirectoryStore:
             return blob.size
 
     def open(self, digest: Digest) -> BlobFile:
-        with os_errors(f"open blob {digest}"):
+        with disk_errors(f"open blob {digest}"):
             try:
                 return BlobFile(self._blob_path(digest), digest)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise self._missing(f"blob {digest}") from error
 
     def names(self) -> Iterator[str]:
-        with os_errors("list references"):
+        with disk_errors("list references"):
             try:
                 files = os.listdir(self._path("refs"))
             except FileNotFoundError as error:
@@ -128,7 +130,7 @@ class DirectoryStore:
 
     def resolve(self, name: str) -> Descriptor:
         path = self._path("refs", encode_name(name))
-        with os_errors("read reference"):
+        with disk_errors("read reference"):
             try:
                 data = read_file(path, REFERENCE_BYTES)
             except (FileNotFoundError, NotADirectoryError) as error:
@@ -158,18 +160,18 @@ class DirectoryStore:
         if algorithm not in ALGORITHMS:
             raise UsageError(f"blobs are named by {' or '.join(ALGORITHMS)}, not by {algorithm!r}")
         directory = self._path("blobs", algorithm)
-        with os_errors("start blob"):
+        with disk_errors("start blob"):
             make_directory(directory)
         return BlobUpload(directory, algorithm, self._lock)
 
     @contextmanager
     def scratch(self) -> Iterator[str]:
-        with os_errors("make scratch directory"):
+        with disk_errors("make scratch directory"):
             scratch = ScratchDirectory(self._path("tmp"))
         try:
             yield scratch.path
         finally:
-            with os_errors("remove scratch directory"):
+            with disk_errors("remove scratch directory"):
                 scratch.remove()
 
     def lease(self, *, seconds: int = 86_400) -> DirectoryLease:
@@ -187,14 +189,14 @@ class DirectoryStore:
             self._check_present(name, target, needed)
             with self._references_lock.exclusive():
                 self._compare(name, self._present(name), expected)
-                with os_errors(f"write reference {name!r}"):
+                with disk_errors(f"write reference {name!r}"):
                     write_file(path, ReferenceDocument(name, target).to_bytes())
 
     def delete_reference(self, name: str, *, expected: Descriptor) -> None:
         path = self._path("refs", encode_name(name))
         with self._lock.shared(), self._references_lock.exclusive():
             self._compare(name, self.resolve(name), expected)
-            with os_errors(f"delete reference {name!r}"):
+            with disk_errors(f"delete reference {name!r}"):
                 os.unlink(path)
                 # Before anything it reached can be deleted for good.
                 sync_directory(self._path("refs"))
@@ -202,8 +204,8 @@ class DirectoryStore:
     # Pruning
 
     def blobs(self) -> Iterator[BlobInfo]:
-        now = self._clock()
-        with os_errors("list blobs"):
+        now = self._listing_time()
+        with disk_errors("list blobs"):
             try:
                 algorithms = sorted(os.listdir(self._path("blobs")))
             except FileNotFoundError as error:
@@ -218,7 +220,7 @@ class DirectoryStore:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         with self._lock.exclusive():
-            with os_errors("refresh listings"):
+            with disk_errors("refresh listings"):
                 # A network file system may answer from a cached listing; after a change of our own it asks again.
                 for name in ("refs", "leases"):
                     os.utime(self._path(name))
@@ -232,7 +234,7 @@ class DirectoryStore:
         if self._collector != threading.get_ident():
             raise RuntimeError("blobs are deleted only inside collecting()")
         path = self._blob_path(digest)
-        with os_errors(f"delete blob {digest}"):
+        with disk_errors(f"delete blob {digest}"):
             try:
                 if self._clock() - touched(os.stat(path)) < older_than * NANOSECONDS:
                     return False
@@ -248,7 +250,7 @@ class DirectoryStore:
                 raise ConflictError(f"blob {digest} is intact: verify again")
             target = self._path("quarantine", f"{digest.algorithm}-{digest.hex}-{secrets.token_hex(4)}")
             path = self._blob_path(digest)
-            with self._lock.exclusive(), os_errors(f"move blob {digest}"):
+            with self._lock.exclusive(), disk_errors(f"move blob {digest}"):
                 try:
                     same = os.path.samestat(os.stat(path), blob.status)
                 except FileNotFoundError:
@@ -263,7 +265,7 @@ class DirectoryStore:
     def reclaim(self, *, older_than: float, dry_run: bool = False) -> int:
         age = int(older_than * NANOSECONDS)
         before = self._clock() - age
-        with os_errors("remove leftovers"):
+        with disk_errors("remove leftovers"):
             directories = [self.root, self._path("refs")]
             directories += [self._path("blobs", name) for name in os.listdir(self._path("blobs"))]
             freed = sum(reclaim_files(directory, before, dry_run=dry_run) for directory in directories)
@@ -287,6 +289,13 @@ class DirectoryStore:
             except FileNotFoundError:
                 continue  # deleted meanwhile
             yield BlobInfo(digest, status.st_size, max(0, now - touched(status)) / NANOSECONDS)
+
+    def _listing_time(self) -> int:
+        try:
+            return self._clock()
+        except PermissionError_:
+            # A store that can't be written can be verified; its clock can't be asked, and nothing is deleted by it.
+            return time.time_ns()
 
     def _check_present(self, name: str, target: Descriptor, digests: set[Digest]) -> None:
         try:
@@ -325,7 +334,7 @@ class DirectoryStore:
 def _is_store(root: str) -> bool:
     """Whether a marker is there, and one for this release."""
     path = os.path.join(root, MARKER)
-    with os_errors("open store"):
+    with disk_errors("open store"):
         try:
             data = read_file(path, MARKER_BYTES)
         except (FileNotFoundError, NotADirectoryError):
@@ -341,7 +350,7 @@ def _is_store(root: str) -> bool:
 
 def _make_store(root: str) -> None:
     """Directories and lock files first, marker last: a creation that died is repeated, not repaired."""
-    with os_errors(f"create store {printable(root)}"):
+    with disk_errors(f"create store {printable(root)}"):
         os.makedirs(os.path.dirname(root), exist_ok=True)
         make_directory(root)
         _refuse_foreign(root)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from layerstore.digest import Digest
-from layerstore.errors import ConflictError, CorruptError, MalformedError, UsageError, os_errors, printable
+from layerstore.errors import ConflictError, CorruptError, MalformedError, UsageError, printable
 from layerstore.store.clock import NANOSECONDS, Clock
+from layerstore.store.failures import disk_errors
 from layerstore.store.format import LEASE_BYTES, LeaseDocument
 from layerstore.store.locks import FileLock
 from layerstore.store.staging import allocated, read_file, reclaim_files, write_file
@@ -32,7 +33,7 @@ class LeaseDirectory:
         if seconds <= 0:
             raise UsageError(f"a lease of {seconds} seconds protects nothing")
         document = LeaseDocument(secrets.token_hex(16), self.expiry(seconds))
-        with os_errors("write lease"):
+        with disk_errors("write lease"):
             write_file(self.path_of(document.identifier), document.to_bytes())
         return DirectoryLease(self, document, seconds)
 
@@ -49,11 +50,11 @@ class LeaseDirectory:
             for lease in self._documents():
                 if lease.expired(now - older_than_ns):
                     path = self.path_of(lease.identifier)
-                    with os_errors("remove lease"):
+                    with disk_errors("remove lease"):
                         freed += allocated(os.stat(path))
                         if not dry_run:
                             os.unlink(path)
-            with os_errors("remove unfinished leases"):
+            with disk_errors("remove unfinished leases"):
                 return freed + reclaim_files(self.path, now - older_than_ns, dry_run=dry_run)
 
     def path_of(self, identifier: str) -> str:
@@ -64,11 +65,11 @@ class LeaseDirectory:
         return -(-self.clock() // NANOSECONDS) + seconds
 
     def _documents(self) -> Iterator[LeaseDocument]:
-        with os_errors("list leases"):
+        with disk_errors("list leases"):
             names = sorted(name for name in os.listdir(self.path) if not name.startswith("."))
         for name in names:
             path = self.path_of(name)
-            with os_errors("read lease"):
+            with disk_errors("read lease"):
                 try:
                     data = read_file(path, LEASE_BYTES)
                 except FileNotFoundError:
@@ -124,7 +125,7 @@ class DirectoryLease:
             ConflictError: the lease has expired.
         """
         if not self._document.expired(self._directory.clock()):
-            with os_errors("look for lease"):
+            with disk_errors("look for lease"):
                 if os.path.lexists(self._directory.path_of(self.identifier)):
                     return
         store = printable(os.path.dirname(self._directory.path))
@@ -134,7 +135,7 @@ class DirectoryLease:
         return self._directory.path == directory.path
 
     def _write(self, document: LeaseDocument) -> None:
-        with os_errors("write lease"):
+        with disk_errors("write lease"):
             write_file(self._directory.path_of(self.identifier), document.to_bytes())
         self._document = document
 

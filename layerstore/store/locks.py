@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from layerstore.errors import CorruptError, UnavailableError, UnsupportedError, os_errors, printable
+from layerstore.errors import CorruptError, UnavailableError, UnsupportedError, printable
+from layerstore.store.failures import disk_errors
 
 LOCK_SECONDS = 60.0
 """How long to wait for a lock; collectors hold theirs for a few seconds at a time."""
@@ -66,7 +67,7 @@ class FileLock:
         deadline = time.monotonic() + self._seconds
         pause = _FIRST_PAUSE
         while True:
-            with os_errors("open lock"):
+            with disk_errors("open lock"):
                 try:
                     file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
                 except FileNotFoundError as error:
@@ -98,7 +99,7 @@ class FileLock:
                 raise UnsupportedError(
                     f"the file system of {self._shown} has no locks: mount it with locks, or use another for the store"
                 ) from error
-            with os_errors(f"lock {self._shown}"):
+            with disk_errors(f"lock {self._shown}"):
                 raise
         return True
 

@@ -39,21 +39,22 @@ def stream_blob(store: Store, digest: Digest, size: int | None = None) -> Iterat
         if size is not None and blob.size != size:
             raise CorruptError(what, expected=f"{size} bytes", actual=f"{blob.size}")
         hasher = digest.hasher()
-        for piece in _pieces(blob):
+        for piece in pieces(blob):
             hasher.update(piece)
             yield piece
         digest.check(hasher, what)
 
 
+def pieces(blob: Blob) -> Iterator[bytes]:
+    """The bytes of an open blob, unchecked: for who hands them to an upload, which checks them."""
+    for offset in range(0, blob.size, CHUNK):
+        yield blob.read_at(offset, min(CHUNK, blob.size - offset))
+
+
 def is_intact(blob: Blob, digest: Digest, progress: Progress = SILENT) -> bool:
     """Whether the bytes of an open blob have this digest."""
     hasher = digest.hasher()
-    for piece in _pieces(blob):
+    for piece in pieces(blob):
         hasher.update(piece)
         progress.advance(len(piece))
     return hasher.hexdigest() == digest.hex
-
-
-def _pieces(blob: Blob) -> Iterator[bytes]:
-    for offset in range(0, blob.size, CHUNK):
-        yield blob.read_at(offset, min(CHUNK, blob.size - offset))

@@ -2,7 +2,7 @@
 
 A staged file is ``.tmp-<pid>-<random>`` beside its target and flocked as long as its writer lives. The pid is for
 people: a leftover is what nobody holds a lock on and nobody has touched for some time (writers on hosts that don't
-share locks). Nothing here maps errors: callers wrap calls in :func:`layerstore.errors.os_errors`.
+share locks). Nothing here maps errors: callers wrap calls in :func:`layerstore.store.failures.disk_errors`.
 """
 
 from __future__ import annotations

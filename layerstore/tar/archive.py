@@ -34,7 +34,7 @@ class LayerArchive:
         expected_size: size of the blob; not one byte is read beyond the one that proves it wrong.
         diff_algorithm: of the diff ID to compute.
         interned: attributes to share between layers.
-        progress: receives the bytes of the blob consumed so far, in the pump's thread.
+        progress: receives the number of bytes of each piece of the blob that was consumed, in the pump's thread.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LayerArchive:
                 plain_size = status.st_size
         else:
             stream = self._input
-        head = _head(stream)
+        head = _head(stream, self._promise.size)
         self._compression = sniff(head)
         meter = Meter(stream, head, self._promise, self._progress)
         if self._file is not None and plain_size is not None and self._compression is Compression.NONE:
@@ -148,10 +148,11 @@ class LayerArchive:
         self.close()
 
 
-def _head(stream: Readable) -> bytes:
+def _head(stream: Readable, promised: int | None) -> bytes:
     """The first piece of the blob, long enough to tell its compression unless the blob is shorter."""
+    most = PIECE if promised is None else min(PIECE, promised + 1)
     head = b""
     with os_errors("read layer"):
-        while len(head) < SNIFFED and (data := stream.read(PIECE)):
+        while len(head) < min(SNIFFED, most) and (data := stream.read(most - len(head))):
             head += data
     return head

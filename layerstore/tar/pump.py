@@ -69,18 +69,18 @@ class Meter:
             CorruptError: the blob is longer or shorter than promised.
         """
         data, self._head = self._head, b""
+        promised = self._promise.size
         if not data:
             with os_errors("read layer"):
-                data = self._stream.read(PIECE) or b""
+                data = self._stream.read(PIECE if promised is None else min(PIECE, promised + 1 - self.size)) or b""
         self.size += len(data)
-        promised = self._promise.size
         if promised is not None and (self.size > promised or (not data and self.size < promised)):
             actual = f"more than {promised}" if self.size > promised else str(self.size)
             raise CorruptError("layer blob has another size than its descriptor", expected=str(promised), actual=actual)
         if data:
             self._hasher.update(data)
             if self._progress is not None:
-                self._progress(self.size)
+                self._progress(len(data))
         return data
 
     @property

@@ -135,7 +135,7 @@ class MemberReader:
     def _extended(self, pos: int, header: Header) -> int:
         """Take in a header that describes others; returns the offset behind it."""
         name = string(header.name)
-        size = self._number(header.size, "size", name, pos)
+        size = self._header_size(header.size, name, pos)
         if size > fmt.EXTENDED_BYTES:
             raise LimitError(
                 f"extended header {_show(name)} at byte {pos} is {size} bytes; {fmt.EXTENDED_BYTES} are the limit"
@@ -237,20 +237,20 @@ class MemberReader:
             except ValueError as error:
                 raise _malformed(name, str(error), pos) from error
         if size is None:
-            size = self._number(header.size, "size", name, pos)
+            size = self._header_size(header.size, name, pos)
         if size > fmt.OFFSET_MAX:
             raise _malformed(name, f"size {size} is beyond 64 bits", pos)
         if size > self._limits.file_bytes:
             raise self._too_large(name, size, pos)
         return size
 
-    def _number(self, field: bytes, what: str, name: bytes, pos: int) -> int:
+    def _header_size(self, field: bytes, name: bytes, pos: int) -> int:
         try:
             value = parse_number(field)
             if value < 0:
                 raise ValueError(f"{value} is negative")
         except ValueError as error:
-            raise _malformed(name, f"{what}: {error}", pos) from error
+            raise _malformed(name, f"size: {error}", pos) from error
         return value
 
     def _too_large(self, name: bytes, size: int, pos: int) -> LimitError:
@@ -283,8 +283,8 @@ class MemberReader:
     def _device(self, header: Header, keywords: pax.Keywords | None) -> tuple[int, int]:
         major = keywords.number(pax.DEVMAJOR) if keywords is not None else None
         minor = keywords.number(pax.DEVMINOR) if keywords is not None else None
-        major = parse_number(header.devmajor) if major is None else major
-        minor = parse_number(header.devminor) if minor is None else minor
+        major = _field("devmajor", header.devmajor) if major is None else major
+        minor = _field("devminor", header.devminor) if minor is None else minor
         if not (0 <= major <= fmt.MAJOR_MAX and 0 <= minor <= fmt.MINOR_MAX):
             raise ValueError(f"device number {major}:{minor} is out of range")
         return major, minor
@@ -308,15 +308,15 @@ class MemberReader:
             if (text := keywords.values.get(pax.MTIME)) is not None:
                 time = pax.timestamp(text)
             xattrs = self._xattrs(name, keywords)
-        mode = parse_number(header.mode)
+        mode = _field("mode", header.mode)
         if mode < 0:
             raise ValueError(f"mode {mode} is negative")
         permissions = 0o777 if kind == stat.S_IFLNK else mode & 0o7777
-        seconds, nsec = (pax.checked_time(parse_number(header.mtime)), 0) if time is None else time
+        seconds, nsec = (pax.checked_time(_field("mtime", header.mtime)), 0) if time is None else time
         return Attrs(
             kind | permissions,
-            _checked_id("uid", parse_number(header.uid) if uid is None else uid),
-            _checked_id("gid", parse_number(header.gid) if gid is None else gid),
+            _checked_id("uid", _field("uid", header.uid) if uid is None else uid),
+            _checked_id("gid", _field("gid", header.gid) if gid is None else gid),
             seconds,
             nsec,
             xattrs,
@@ -404,6 +404,13 @@ class MemberReader:
         self._warned += 1
         if self._warned <= _WARNINGS:
             self._warn_line(line)
+
+
+def _field(what: str, field: bytes) -> int:
+    try:
+        return parse_number(field)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def _checked_id(what: str, value: int) -> int:

@@ -11,7 +11,7 @@
 ``inode``      what a tree is made of: Directory, File, Symlink, Special, Whiteout, and their Attrs
 ``path``       the names of members and the targets of symlinks, as components that can't leave the root
 ``resolve``    follows symlinks inside a tree, never outside
-``attributes`` one object for equal Attrs; overlayfs's own xattrs escaped
+``attributes`` overlayfs's own xattrs escaped
 ``view``       a tree that layers change copy-on-write, and that knows what the current layer has added
 ``merge``      the meaning of a layer: whiteouts, opaque directories, hard links, duplicates
 ``links``      which names share an inode

@@ -1,4 +1,4 @@
-"""Attributes as trees keep them: equal ones are one object, and none of them means anything to overlayfs.
+"""Attributes as trees keep them: none of them means anything to overlayfs.
 
 xattrs named ``trusted.overlay.*`` steer an overlay mount, so a layer that brings one would rewrite the view (a
 redirect pulls content from elsewhere). They are kept under ``trusted.overlay.overlay.*``, which the kernel shows
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from layerstore.errors import MalformedError, printable
-from layerstore.tree.inode import Attrs, Xattrs
+from layerstore.tree.inode import Attrs
 
 OVERLAY_PREFIX = b"trusted.overlay."
 """The namespace of a mount without ``userxattr`` (OVL_XATTR_TRUSTED_PREFIX, fs/overlayfs/overlayfs.h)."""
@@ -21,45 +21,22 @@ ESCAPED_PREFIX = OVERLAY_PREFIX + b"overlay."
 XATTR_NAME_MAX = 255
 """Bytes in the name of an xattr (linux/limits.h)."""
 
-_BOUND = 1 << 16
 
+def escape(attrs: Attrs, path: bytes, warn: Callable[[str], None]) -> Attrs:
+    """The attributes without xattrs that an overlay mount would act on; a warning for each names ``path``.
 
-class AttributeTable:
-    """Makes Attrs ready for a tree.
-
-    The table is emptied when it is full: equal attributes come close together, and a table of a million different
-    ones would weigh more than it saves.
+    Raises:
+        MalformedError: an escaped name would be too long.
     """
-
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
-        self._attrs: dict[Attrs, Attrs] = {}
-        self._xattrs: dict[Xattrs, Xattrs] = {}
-
-    def intern(self, attrs: Attrs, path: bytes) -> Attrs:
-        """The one object for these attributes, overlay xattrs escaped with a warning that names ``path``.
-
-        Raises:
-            MalformedError: an escaped name would be too long.
-        """
-        if attrs.xattrs:
-            attrs = attrs._replace(xattrs=self._escape(attrs.xattrs, path))
-        if len(self._attrs) >= _BOUND:
-            self._attrs.clear()
-        return self._attrs.setdefault(attrs, attrs)
-
-    def _escape(self, xattrs: Xattrs, path: bytes) -> Xattrs:
-        if any(name.startswith(OVERLAY_PREFIX) for name, _ in xattrs):
-            xattrs = tuple(sorted((self._escaped_name(name, path), value) for name, value in xattrs))
-        if len(self._xattrs) >= _BOUND:
-            self._xattrs.clear()
-        return self._xattrs.setdefault(xattrs, xattrs)
-
-    def _escaped_name(self, name: bytes, path: bytes) -> bytes:
-        if not name.startswith(OVERLAY_PREFIX):
-            return name
-        escaped = ESCAPED_PREFIX + name[len(OVERLAY_PREFIX) :]
-        if len(escaped) > XATTR_NAME_MAX:
-            raise MalformedError(f"{printable(path)}: xattr {printable(name)} has too long a name to be escaped")
-        self._warn(f"{printable(path)}: xattr {printable(name)} is kept as {printable(escaped)}")
-        return escaped
+    if not any(name.startswith(OVERLAY_PREFIX) for name, _ in attrs.xattrs):
+        return attrs
+    pairs: list[tuple[bytes, bytes]] = []
+    for name, value in attrs.xattrs:
+        kept = name
+        if name.startswith(OVERLAY_PREFIX):
+            kept = ESCAPED_PREFIX + name[len(OVERLAY_PREFIX) :]
+            if len(kept) > XATTR_NAME_MAX:
+                raise MalformedError(f"{printable(path)}: xattr {printable(name)} has too long a name to be escaped")
+            warn(f"{printable(path)}: xattr {printable(name)} is kept as {printable(kept)}")
+        pairs.append((kept, value))
+    return attrs._replace(xattrs=tuple(sorted(pairs)))

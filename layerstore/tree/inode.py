@@ -1,7 +1,8 @@
 """Inodes of a tree in memory: what a layer holds, before it is an EROFS image and after it has been read from one.
 
-A million entries have to fit into 300 MiB, hence slots, interned attributes and names as plain bytes. Hard links are
-one object under several names; ``nlink`` is counted when it is needed, never stored.
+A million entries have to fit into 300 MiB, hence slots, names as plain bytes, and attributes taken apart: times, which
+often differ from file to file, are one int each, and all the rest is shared between inodes. Hard links are one object
+under several names; ``nlink`` is counted when it is needed, never stored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Xattrs = tuple[tuple[bytes, bytes], ...]
 
 
 class Attrs(NamedTuple):
-    """What stat and listxattr tell of an inode. Interned: equal attributes are one object.
+    """What stat and listxattr tell of an inode.
 
     ``mode`` is a whole st_mode, type included; ``mtime`` is seconds (may be negative), ``nsec`` 0 to 999,999,999.
     """
@@ -45,18 +46,42 @@ class Extent(NamedTuple):
     at: int
 
 
+_NANO = 1_000_000_000
+_BOUND = 1 << 16  # equal values come close together; tables without a bound would weigh more than they save
+_shared: dict[Attrs, Attrs] = {}
+_times: dict[int, int] = {}
+
+
 class Inode:
     """A non-directory. Its kind is ``attrs.mode``'s; the other slot that matters depends on it."""
 
-    __slots__ = ("attrs",)
+    __slots__ = ("_common", "_time")
 
     def __init__(self, attrs: Attrs) -> None:
         self.attrs = attrs
 
     @property
+    def attrs(self) -> Attrs:
+        """A new object each time, but its xattrs are one object for all inodes that have equal ones."""
+        mode, uid, gid, _, _, xattrs = self._common
+        return Attrs(mode, uid, gid, *divmod(self._time, _NANO), xattrs)
+
+    @attrs.setter
+    def attrs(self, attrs: Attrs) -> None:
+        mode, uid, gid, mtime, nsec, xattrs = attrs
+        if len(_shared) >= _BOUND:
+            _shared.clear()
+        if len(_times) >= _BOUND:
+            _times.clear()
+        common = Attrs(mode, uid, gid, 0, 0, xattrs)
+        time = mtime * _NANO + nsec
+        self._common: Attrs = _shared.setdefault(common, common)
+        self._time: int = _times.setdefault(time, time)
+
+    @property
     def kind(self) -> int:
         """The S_IFMT part of the mode."""
-        return stat.S_IFMT(self.attrs.mode)
+        return stat.S_IFMT(self._common.mode)
 
 
 class File(Inode):

@@ -21,7 +21,7 @@ from layerstore.errors import (
     os_errors,
     printable,
 )
-from layerstore.tree.attributes import AttributeTable
+from layerstore.tree.attributes import escape
 from layerstore.tree.inode import Attrs, Directory, Extent, File, Inode, Special, Symlink, Xattrs
 
 Warn = Callable[[str], None]
@@ -111,7 +111,6 @@ def scan(path: str, *, warn: Warn) -> Directory:
 class _Scan:
     def __init__(self, warn: Warn) -> None:
         self._warn = warn
-        self._table = AttributeTable(warn)
         self._links: dict[tuple[int, int], Inode] = {}
 
     def tree(self, top: bytes) -> Directory:
@@ -180,7 +179,8 @@ class _Scan:
     def _attrs(self, path: bytes, status: os.stat_result) -> Attrs:
         seconds, nsec = divmod(status.st_mtime_ns, 1_000_000_000)
         xattrs = self._xattrs(path)
-        return self._table.intern(Attrs(status.st_mode, status.st_uid, status.st_gid, seconds, nsec, xattrs), path)
+        attrs = Attrs(status.st_mode, status.st_uid, status.st_gid, seconds, nsec, xattrs)
+        return escape(attrs, path, self._warn)
 
     def _xattrs(self, path: bytes) -> Xattrs:
         try:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from layerstore.errors import LimitError, MalformedError, UnsupportedError, printable
 from layerstore.limits import Limits
 from layerstore.tar.member import Member
-from layerstore.tree.attributes import AttributeTable
+from layerstore.tree.attributes import escape
 from layerstore.tree.difference import overlay_delta
 from layerstore.tree.inode import ByteSource, Directory, Extent, File, Inode, Special, Symlink, walk
 from layerstore.tree.links import restore_names
@@ -63,7 +63,6 @@ class Merge:
         self._lower = lower
         self._tell = warn
         self._limits = limits
-        self._table = AttributeTable(self._warn)
         self._view = View(Directory(IMPLIED) if lower is None else lower, self._warn_replaced)
         self._members = 0
         self._linked: dict[int, Inode] = {}
@@ -138,7 +137,7 @@ class Merge:
             raise MalformedError(
                 f"entry {printable(member.path)!r} names the root, which can only be a directory", offset=member.offset
             )
-        self._view.declare_root(self._table.intern(member.attrs, member.path))
+        self._view.declare_root(escape(member.attrs, member.path, self._warn))
 
     def _put_directory(self, parent: Node, name: bytes, member: Member) -> None:
         claim = self._view.added(parent, name)
@@ -147,7 +146,7 @@ class Merge:
             self._parent = None
         if claim is Claim.DECLARED:
             self._warn_duplicate(member)
-        self._view.declare(parent, name, self._table.intern(member.attrs, member.path))
+        self._view.declare(parent, name, escape(member.attrs, member.path, self._warn))
 
     def _put(self, parent: Node, name: bytes, inode: Inode, member: Member) -> None:
         found = parent.entries.get(name)
@@ -163,7 +162,7 @@ class Merge:
     def _inode(self, member: Member, source: ByteSource) -> Inode:
         if member.hardlink is not None:
             return self._link_target(member, member.hardlink)
-        attrs = self._table.intern(member.attrs, member.path)
+        attrs = escape(member.attrs, member.path, self._warn)
         kind = member.kind
         if kind == stat.S_IFREG:
             extents = tuple(Extent(offset, length, source, at) for offset, length, at in member.data)
@@ -247,9 +246,7 @@ class Merge:
                     break
                 resolved[inode] = None  # what a circle comes back to
                 chain.append(inode)
-                inode = self._find_link_target(inode.target)
-            if isinstance(inode, Directory):
-                inode = None
+                inode = self._find_pending_target(inode.target)
             resolved.update(dict.fromkeys(chain, inode))
             if inode is not None:
                 self._view.put(parent, name, inode)
@@ -258,6 +255,14 @@ class Merge:
         if None in resolved.values():
             self._refuse_dangling()
         self._pending = []
+
+    def _find_pending_target(self, target: bytes) -> Inode | None:
+        """None for anything that can't be linked to: it is an error only if the link is still in the tree."""
+        try:
+            inode = self._find_link_target(target)
+        except MalformedError:
+            return None
+        return None if isinstance(inode, Directory) else inode
 
     def _refuse_dangling(self) -> None:
         for path, inode in walk(self._view.root):

@@ -7,7 +7,7 @@ path to entry, applies members one by one and scans the whole dict for everythin
 from __future__ import annotations
 
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -39,6 +39,7 @@ class Step:
     mode: int
     target: str
     link: str
+    aim: int
 
     def put(self, layer: Layer, serial: int) -> None:
         name = self.path.encode()
@@ -62,10 +63,24 @@ class Step:
 
 
 verb = st.sampled_from(
-    ["dir", "dir", "file", "file", "file", "symlink", "link", "link", "whiteout", "whiteout", "opaque", "root"]
+    ["dir", "dir", "file", "file", "file", "file", "symlink", "link", "whiteout", "whiteout", "opaque", "root"]
 )
-steps = st.builds(Step, verb, path, mode, target, path)
-stacks = st.lists(st.lists(steps, max_size=10), min_size=1, max_size=4)
+steps = st.builds(Step, verb, path, mode, target, path, st.integers(0, 99))
+
+
+def aimed(stack: list[list[Step]]) -> list[list[Step]]:
+    """Four of five links go to where some member puts a non-directory: most random ones lead nowhere."""
+    files = [step for layer in stack for step in layer if step.verb in ("file", "symlink", "link")]
+
+    def aim(step: Step) -> Step:
+        if step.verb != "link" or step.aim < 20:
+            return step
+        return replace(step, link=files[step.aim % len(files)].path)
+
+    return [[aim(step) for step in layer] for layer in stack]
+
+
+stacks = st.lists(st.lists(steps, max_size=10), min_size=1, max_size=4).map(aimed)
 
 
 def build(stack: list[list[Step]]) -> list[Layer]:

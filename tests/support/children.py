@@ -17,12 +17,13 @@ CALLS = ("open", "write", "fsync", "close", "rename", "unlink", "utime", "mkdir"
 class Child:
     """A fork that runs ``work`` and exits; killed and reaped when its ``with`` ends.
 
-    An exception of ``work`` is the child's report: :meth:`wait` raises AssertionError with its traceback.
+    An exception of ``work`` is the child's report: :meth:`wait` raises AssertionError with its traceback. The pipe
+    ``report`` is at its end when the child is.
     """
 
     def __init__(self, work: Callable[[Child], object]) -> None:
         self._status: int | None = None
-        self._report, report = os.pipe()
+        self.report, report = os.pipe()
         self._messages, messages = os.pipe()
         self._orders, orders = os.pipe()
         self.pid = os.fork()
@@ -35,6 +36,8 @@ class Child:
         code = 1
         try:
             os.close(orders)
+            os.close(self.report)
+            os.close(self._messages)
             self._send = messages
             work(self)
             code = 0
@@ -70,7 +73,7 @@ class Child:
         if self._status is None:
             self._reap()
         report = b""
-        while part := os.read(self._report, 65_536):
+        while part := os.read(self.report, 65_536):
             report += part
         assert not report, report.decode(errors="replace")
         assert self._status is not None
@@ -86,7 +89,7 @@ class Child:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
-        for file in (self._report, self._messages, self._send):
+        for file in (self.report, self._messages, self._send):
             os.close(file)
 
 

@@ -53,3 +53,11 @@ def short_writes(limit: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "write", short)
         yield
+
+
+@contextmanager
+def fsync_for_free() -> Iterator[None]:
+    """Nothing waits for the disk. A killed process loses nothing that it has written, only a killed machine does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield

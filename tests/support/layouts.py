@@ -67,7 +67,7 @@ def compress(data: bytes, compression: str) -> bytes:
         case "gzip":
             return gzip.compress(data, 6, mtime=0)
         case "zstd":
-            return zstandard.ZstdCompressor(level=3).compress(data)
+            return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(data)
         case "xz":
             return lzma.compress(data)
         case "bzip2":

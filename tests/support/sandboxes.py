@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from layerstore.tree.inode import Attrs, Directory, Extent, File, Inode, Special
 from overlay import mountinfo
 from overlay.layers import MountableLayer
 from overlay.mountapi import filesystem_name
-from support.tools import need_root
+from support.tools import need_root, need_tool
 from support.trees import Bytes, content
 
 CHUNK_BITS = 2
@@ -126,3 +127,23 @@ def three_layers(path: Path) -> list[MountableLayer]:
         layer_with(path, {b"src/work": b"work\n", b"etc/top": b"work\n"}),
         layer_with(path, {b"opt/tool": b"tool\n", b"etc/top": b"tool\n"}),
     ]
+
+
+PROGRAMS = ("sh", "cat", "id", "env", "pwd", "sleep", "ls", "touch", "dd", "hostname", "mount", "stat")
+
+
+def shell_layer(path: Path, extra: Mapping[bytes, Inode | bytes] | None = None) -> MountableLayer:
+    """A root filesystem of this machine's shell and a few programs, with the libraries that they load."""
+    wanted = {Path(need_tool(name)) for name in PROGRAMS}
+    for program in sorted(wanted):
+        said = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
+        wanted |= {Path(word) for word in said.split() if word.startswith("/")}
+    entries: dict[bytes, Inode | bytes] = {
+        os.fsencode(found)[1:]: file(found.read_bytes(), 0o755) for found in sorted(wanted)
+    }
+    entries[b"bin/sh"] = file(Path("/bin/sh").read_bytes(), 0o755)
+    for name in (b"proc", b"sys", b"dev", b"tmp"):
+        entries[name] = directory(0o1777 if name == b"tmp" else 0o755)
+    entries[b"etc/passwd"] = b"root:x:0:0::/root:/bin/sh\napp:x:1000:1001::/home/app:/bin/sh\n"
+    entries[b"etc/group"] = b"root:x:0:\napp:x:1001:\nstaff:x:50:app\n"
+    return layer_with(path, {**entries, **(extra or {})})

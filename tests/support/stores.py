@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,11 +43,18 @@ class SteppedClock:
 class Bench(Protocol):
     """A store on a bench."""
 
-    store: PruneStore
-    clock: SteppedClock
+    @property
+    def store(self) -> PruneStore: ...
+
+    @property
+    def clock(self) -> SteppedClock: ...
 
     def damage(self, digest: Digest, data: bytes) -> None:
         """Put other bytes under the name of a blob."""
+        ...
+
+    def stamp(self, digest: Digest) -> None:
+        """Date a blob just written by the stepped clock, which a file system doesn't know."""
         ...
 
 
@@ -59,6 +66,9 @@ class MemoryBench:
     def damage(self, digest: Digest, data: bytes) -> None:
         self.store.content[digest] = (data, self.clock())
 
+    def stamp(self, digest: Digest) -> None:
+        pass
+
 
 class DirectoryBench:
     def __init__(self, path: str, lock_seconds: float = 60.0) -> None:
@@ -68,6 +78,10 @@ class DirectoryBench:
     def damage(self, digest: Digest, data: bytes) -> None:
         with open(self.path("blobs", digest.algorithm, digest.hex), "wb") as file:
             file.write(data)
+
+    def stamp(self, digest: Digest) -> None:
+        now = self.clock()
+        os.utime(self.path("blobs", digest.algorithm, digest.hex), ns=(now, now))
 
     def path(self, *names: str) -> str:
         return os.path.join(self.store.root, *names)
@@ -94,7 +108,7 @@ def descriptor(data: bytes, media_type: str = LAYER) -> Descriptor:
     return Descriptor(media_type, Digest.of(data), len(data))
 
 
-def document(fields: dict[str, object], below: Iterable[bytes | Sample], media_type: str = MANIFEST) -> Sample:
+def document(fields: Mapping[str, object], below: Iterable[bytes | Sample], media_type: str = MANIFEST) -> Sample:
     """A manifest or index with these fields, and what it reaches."""
     data = json.dumps({"schemaVersion": 2, "mediaType": media_type, **fields}).encode()
     blobs: dict[Digest, bytes] = {}

@@ -222,9 +222,9 @@ Pieces = Sequence[tuple[int, bytes]]
 
 def sparse_gnu(name: Text, size: int, pieces: Pieces, **fields: object) -> bytes:
     """Old GNU format: four pairs in the header, 21 in each extension block."""
-    pairs = [octal(offset, 12) + octal(len(data), 12) for offset, data in pieces]
+    pairs = [number(offset, 12) + number(len(data), 12) for offset, data in pieces]
     if not pieces or pieces[-1][0] + len(pieces[-1][1]) < size:
-        pairs.append(octal(size, 12) + octal(0, 12))
+        pairs.append(number(size, 12) + octal(0, 12))
     first, rest = pairs[:4], pairs[4:]
     stored = b"".join(data for _, data in pieces)
     raw = {"sp": b"".join(first), "isextended": b"\1" if rest else b"\0", "realsize": number(size, 12)}

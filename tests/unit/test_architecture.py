@@ -82,6 +82,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_packages_are_all_listed_for_the_build() -> None:
-    listed = set(re.findall(r'"([a-z.]+)"', re.search(r"packages = \[(.*?)\]", (TOP / "pyproject.toml").read_text(), re.S)[1]))
+    listed = set(
+        re.findall(r'"([a-z.]+)"', re.search(r"packages = \[(.*?)\]", (TOP / "pyproject.toml").read_text(), re.S)[1])
+    )
     found = {".".join(path.parent.relative_to(TOP).parts) for path in MODULES if path.name == "__init__.py"}
     assert listed == found

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from layerstore.digest import Digest
 from layerstore.errors import CorruptError
 from layerstore.pack.chunks import (
     BLOCK_SIZE,
@@ -22,7 +23,6 @@ from layerstore.pack.chunks import (
 )
 from layerstore.pack.reuse import Candidate, choose
 from layerstore.pack.stored import Span, StoredPack
-from layerstore.digest import Digest
 from layerstore.progress import SILENT
 from layerstore.tree.inode import Attrs, Extent, File
 
@@ -91,9 +91,7 @@ def test_equal_chunks_are_one_and_order_is_that_of_first_use() -> None:
     one, two = b"1" * CHUNK_SIZE, b"2" * CHUNK_SIZE
     table = table_of(dense(one + two), dense(two), dense(two + one + b"tail"))
     assert [list(file.chunks) for file in table.files] == [[0, 1], [1], [1, 0, 2]]
-    assert list(table.keys) == [
-        hashlib.sha256(data).digest() for data in (one, two, b"tail" + bytes(BLOCK_SIZE - 4))
-    ]
+    assert list(table.keys) == [hashlib.sha256(data).digest() for data in (one, two, b"tail" + bytes(BLOCK_SIZE - 4))]
     assert list(table.blocks) == [16, 16, 1]
 
 

@@ -54,6 +54,9 @@ def test_members_by_name(tmp_path: Path, scratch: Path, compression: str) -> Non
         assert len(list(scratch.iterdir())) == (1 if compression else 0)
         assert content(files, "a/b") == content(files, "./a//b") == content(files, "x/../a/b") == b"1"
         assert content(files, "c") == b""
+        for name in ("a/b", "c"):
+            file = files.find(name)
+            assert file is not None and not file.is_whole
         assert content(files, long) == b"2" * 5000
         assert content(files, "a/c") is None
         with pytest.raises(MalformedError, match="not a plain regular file"):
@@ -158,6 +161,8 @@ def test_an_archive_that_becomes_shorter(tmp_path: Path, scratch: Path) -> None:
 
 def test_closing_twice_is_fine(tmp_path: Path, scratch: Path) -> None:
     files = opened(tmp_path, compress(tar_of({"a": b""}), "gzip"))
+    for leftover in scratch.iterdir():
+        leftover.unlink()
     files.close()
     files.close()
     assert list(scratch.iterdir()) == []

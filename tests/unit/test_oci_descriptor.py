@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from layerstore.digest import Digest
-from layerstore.errors import CorruptError, ImgtoolError, MalformedError, UnsupportedError
+from layerstore.errors import CorruptError, MalformedError, UnsupportedError
 from layerstore.oci.descriptor import Descriptor
-from layerstore.oci.schema import validate
 
 HELLO = Digest.of(b"hello")
 GOOD: dict[str, Any] = {"mediaType": "text/plain", "digest": str(HELLO), "size": 5}
@@ -51,15 +50,12 @@ def test_sizes_are_small_non_negative_integers(size: object) -> None:
     document = {**GOOD, "size": size}
     with pytest.raises(MalformedError, match=r"d\.size"):
         Descriptor.parse(document, "d")
-    with pytest.raises(MalformedError, match="d: size"):
-        validate("descriptor", document, "d")
 
 
 @pytest.mark.case("M12")
 @pytest.mark.parametrize("size", [0, 1, 2**62, 2**63 - 1])
 def test_sizes_are_only_numbers_until_something_is_read(size: int) -> None:
     assert Descriptor.parse({**GOOD, "size": size}, "d").size == size
-    validate("descriptor", {**GOOD, "size": size}, "d")
 
 
 @pytest.mark.case("M11")
@@ -138,12 +134,9 @@ def test_required_fields(name: str) -> None:
     document = {key: value for key, value in GOOD.items() if key != name}
     with pytest.raises(MalformedError, match=f"d has no '{name}'"):
         Descriptor.parse(document, "d")
-    with pytest.raises(MalformedError, match=f"d has no '{name}'"):
-        validate("descriptor", document, "d")
 
 
 @pytest.mark.parametrize("document", [None, [], "x", 1, True])
 def test_only_objects(document: object) -> None:
-    for check in (Descriptor.parse, lambda value, what: validate("descriptor", value, what)):
-        with pytest.raises(ImgtoolError, match="d is "):
-            check(document, "d")
+    with pytest.raises(MalformedError, match=r"d is .* where a descriptor belongs"):
+        Descriptor.parse(document, "d")

@@ -158,7 +158,7 @@ def test_missing_members(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../../etc/passwd"])
 def test_layers_cannot_be_outside(tmp_path: Path, target: str) -> None:
     manifest = encode([{"Config": "c.json", "Layers": ["a/layer.tar"]}])
-    members = {
+    members: dict[str, bytes | str | None] = {
         "manifest.json": manifest,
         "c.json": encode(config_of([digest_of(LOWER)])),
         "a/layer.tar": f"-> {target}",

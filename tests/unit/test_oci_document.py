@@ -85,7 +85,7 @@ def test_keys_that_differ_in_case_alone_are_refused(key: str) -> None:
 
 
 def test_the_real_key_is_no_disguise() -> None:
-    document = {"layers": [], "layerss": []}
+    document: dict[str, object] = {"layers": [], "layerss": []}
     refuse_disguises(document, ("layers",), "doc")
     assert list(document) == ["layers", "layerss"]
 

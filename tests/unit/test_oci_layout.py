@@ -457,9 +457,7 @@ def test_foreign_layers(layout: Layout, read: Read, url: str, media_type: str) -
     image = read(layout, ":a")
     assert content(image) == layer.data
     layout.blob_path(layer.descriptor["digest"]).unlink()
-    with pytest.raises(
-        NotFoundError, match="layer 0 of .* is missing: .*; it is a foreign layer, and its urls are never"
-    ):
+    with pytest.raises(NotFoundError, match=r"layer 0 of .* is missing: .*; it is a foreign layer, and its urls"):
         image.open_layer(0)
 
 
@@ -551,5 +549,5 @@ def test_a_tag_on_what_cannot_be_verified(layout: Layout, read: Read) -> None:
     for rest in (":bad", "@1"):
         with pytest.raises(UnsupportedError, match="blake3"):
             read(layout, rest)
-    with pytest.raises(NotFoundError, match="'good' .*blake3"):
+    with pytest.raises(NotFoundError, match=r"'good' .*blake3"):
         read(layout, ":other")

@@ -106,7 +106,8 @@ def test_from_json() -> None:
     document = {"os": "linux", "architecture": "ARM64", "variant": None, "os.features": None, "more": 1}
     assert Platform.from_json(document, "p") == Platform("linux", "arm64")
     assert Platform.from_json({}, "p") == Platform("", "")
-    for bad in ({"os": 1}, {"os.features": "x"}, {"os.features": [1]}, {"variant": []}, []):
+    bad_documents: list[object] = [{"os": 1}, {"os.features": "x"}, {"os.features": [1]}, {"variant": []}, []]
+    for bad in bad_documents:
         with pytest.raises(MalformedError, match="p"):
             Platform.from_json(bad, "p")
 

@@ -110,9 +110,7 @@ def test_without_a_wish_the_only_image_else_the_hosts(layout: Layout) -> None:
     assert choose(layout, [arm, arm]) == arm["digest"]
     assert choose(layout, [arm, amd]) == amd["digest"]
     riscv = image(layout, 3, {"architecture": "riscv64", "os": "linux"})
-    with pytest.raises(
-        NotFoundError, match=r"no image for linux/amd64, this machine; .*--platform; it has linux/arm64"
-    ):
+    with pytest.raises(NotFoundError, match=r"no image for linux/amd64, this machine's; it has linux/arm64"):
         choose(layout, [arm, riscv])
 
 
@@ -179,7 +177,7 @@ def test_an_index_that_is_named_often_is_read_once(layout: Layout) -> None:
 @pytest.mark.case("M18")
 def test_an_entry_has_to_be_what_the_index_says(layout: Layout) -> None:
     inner = layout.index([image(layout, 1, LINUX_AMD64)], listed=False)
-    with pytest.raises(MalformedError, match="announced as .*manifest"):
+    with pytest.raises(MalformedError, match=r"announced as .*manifest"):
         choose(layout, [{**inner, "mediaType": mediatype.OCI_MANIFEST}])
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.faults import failing, short_writes
+from support.stores import DAY, DirectoryBench, all_blobs, assert_sound, image, publish, put, put_missing, unpublish
 
 from layerstore.digest import Digest
 from layerstore.errors import (
@@ -24,8 +26,6 @@ from layerstore.errors import (
     UnsupportedError,
 )
 from layerstore.store.directory import DirectoryStore
-from support.faults import failing, short_writes
-from support.stores import DAY, DirectoryBench, all_blobs, assert_sound, image, publish, put, put_missing, unpublish
 
 
 @pytest.fixture
@@ -245,8 +245,26 @@ def test_a_store_that_went_away_is_unavailable_not_empty(bench: DirectoryBench) 
     for listing in (bench.store.names, bench.store.references):
         with pytest.raises(CorruptError, match="mounted"):
             list(listing())
-    with pytest.raises(ImgtoolError):
-        bench.store.pinned()
+    for writing in (
+        bench.store.pinned,
+        bench.store.lease,
+        lambda: put(bench.store, b"blob"),
+        lambda: list(bench.store.blobs()),
+        lambda: bench.store.reclaim(older_than=0),
+        lambda: bench.store.scratch().__enter__(),
+    ):
+        with pytest.raises((CorruptError, UnavailableError), match=r"mounted|missing"):
+            writing()
+    assert os.listdir(bench.store.root) == []
+
+
+def test_an_unfinished_blob_that_somebody_removed_is_a_failure(bench: DirectoryBench) -> None:
+    """By a collector on a host that shares no locks."""
+    with bench.store.upload() as upload, pytest.raises(UnavailableError, match="write blob"):
+        upload.write(b"blob")
+        os.unlink(bench.leftovers()[0])
+        upload.commit(Digest.of(b"blob"), 4)
+    assert not all_blobs(bench.store)
 
 
 def test_the_present_is_read_from_a_store_that_cannot_be_written(bench: DirectoryBench, tmp_path: Path) -> None:
@@ -469,11 +487,11 @@ def test_quarantine_spares_a_blob_that_was_replaced_meanwhile(bench: DirectoryBe
     assert os.listdir(bench.path("quarantine")) == []
 
 
-def test_ten_thousand_references_are_listed(bench: DirectoryBench) -> None:
+def test_a_thousand_references_are_listed(bench: DirectoryBench) -> None:
     publish(bench.store, "name", image(b"1"))
     document = json.loads(Path(bench.path("refs", "name")).read_bytes())
-    for number in range(10_000):
+    for number in range(1000):
         name = f"n{number}"
         with open(bench.path("refs", name), "w") as file:
             json.dump({**document, "name": name}, file)
-    assert sum(1 for _ in bench.store.references()) == 10_001
+    assert sum(1 for _ in bench.store.references()) == 1001

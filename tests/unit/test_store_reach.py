@@ -5,12 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
-from layerstore.digest import Digest
-from layerstore.errors import CorruptError, LimitError, MalformedError, UnsupportedError
-from layerstore.oci.descriptor import Descriptor
-from layerstore.store.memory import MemoryStore
-from layerstore.store.reach import DOCUMENT_BYTES, OCI_ARTIFACT, Documents, links, walk
 from support.stores import (
     CONFIG,
     LAYER,
@@ -23,6 +17,12 @@ from support.stores import (
     index,
     put_missing,
 )
+
+from layerstore.digest import Digest
+from layerstore.errors import CorruptError, LimitError, MalformedError, UnsupportedError
+from layerstore.oci.descriptor import Descriptor
+from layerstore.store.memory import MemoryStore
+from layerstore.store.reach import DOCUMENT_BYTES, OCI_ARTIFACT, Documents, links, walk
 
 
 def reached(store: MemoryStore, sample: Sample) -> list[Digest]:
@@ -39,7 +39,12 @@ def filled(*samples: Sample) -> MemoryStore:
 @pytest.mark.case("M07")
 def test_an_image_reaches_config_and_layers_and_comes_last() -> None:
     sample = image(b"one", b"two", b"one", config=b"{}")
-    assert reached(filled(sample), sample) == [Digest.of(b"{}"), Digest.of(b"one"), Digest.of(b"two"), sample.target.digest]
+    assert reached(filled(sample), sample) == [
+        Digest.of(b"{}"),
+        Digest.of(b"one"),
+        Digest.of(b"two"),
+        sample.target.digest,
+    ]
 
 
 @pytest.mark.case("M07")

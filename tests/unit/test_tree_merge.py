@@ -10,7 +10,7 @@ from support.trees import Layer, at, content, directory_at, manifest, merged, na
 
 from layerstore.errors import LimitError, MalformedError, UnsupportedError
 from layerstore.limits import DEFAULT_LIMITS, Limits
-from layerstore.tree.inode import Attrs, Directory, File, Special, Symlink, Whiteout, walk
+from layerstore.tree.inode import Attrs, Directory, File, Special, Symlink, Whiteout, Xattrs, walk
 from layerstore.tree.merge import Merge
 
 DEFAULT = Attrs(stat.S_IFDIR | 0o755, 0, 0, 0, 0)
@@ -424,6 +424,8 @@ def test_a_pending_link_that_is_replaced_does_not_matter() -> None:
     tree = merged(Layer().hardlink(b"b", b"gone").file(b"b", b"x").hardlink(b"d/c", b"gone").file(b"d"))
     assert names(tree) == [b"b", b"d"]
     assert content(at(tree, b"b")) == b"x"
+    tree = merged(Layer().hardlink(b"d/c", b"d/x").symlink(b"d", b"d").hardlink(b"e/c", b"f").file(b"e").dir(b"f"))
+    assert names(tree) == [b"d", b"e", b"f"]
 
 
 def test_a_link_gets_what_is_there_when_it_is_read() -> None:
@@ -517,13 +519,14 @@ def test_overlay_xattrs_are_escaped() -> None:
         merged(Layer().file(b"k", xattrs=((b"trusted.overlay." + b"n" * 239, b""),)))
 
 
-def test_equal_attributes_are_one_object() -> None:
-    xattrs = ((b"user.a", b"1"),)
+def test_equal_xattrs_are_one_object() -> None:
+    def xattrs() -> Xattrs:
+        return ((bytes(bytearray(b"security.selinux")), bytes(bytearray(b"label"))),)
+
     tree = merged(
-        Layer().file(b"a", xattrs=xattrs).file(b"b", xattrs=((b"user." + b"a", b"1"),)),
-        Layer().file(b"c", xattrs=xattrs),
+        Layer().file(b"a", xattrs=xattrs()).file(b"b", mode=0o644, xattrs=xattrs()), Layer().file(b"c", xattrs=xattrs())
     )
-    assert at(tree, b"a").attrs is at(tree, b"b").attrs is at(tree, b"c").attrs
+    assert at(tree, b"a").attrs.xattrs is at(tree, b"b").attrs.xattrs is at(tree, b"c").attrs.xattrs
 
 
 @pytest.mark.case("Z19")

@@ -1,0 +1,86 @@
+"""``imgtool run``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from imgtool import progress, render
+from imgtool.exitcodes import ExitCode
+from imgtool.options import examples, jobs_option, json_option, open_store, root_path, store_option
+from imgtool.quantity import SIZE
+from layerstore.errors import ImgtoolError, UsageError
+from overlay.execution import run
+from overlay.node import Node
+from overlay.privilege import require_root
+
+
+@click.command(
+    "run",
+    short_help="Run a command in a fresh sandbox.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog=examples(
+        "imgtool run repo-env -- pytest -q",
+        "imgtool run --runtime chroot debian-full -- python3 -c 'import numpy'",
+        "imgtool run --scratch 1G repo-env",
+    ),
+)
+@click.argument("name")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARG]...]")
+@click.option("--read-only", is_flag=True, help="Nothing can be written in it.")
+@click.option("--scratch", type=SIZE, metavar="SIZE", help="At most so many bytes can be written in it (10G, 512M).")
+@click.option("--runtime", metavar="NAME", help="runc, crun, a path, or chroot [default: the first there is].")
+@click.option("-t", "--tty", is_flag=True, help="Give the command a terminal of its own.")
+@click.option("--keep", is_flag=True, help="Leave the sandbox standing.")
+@click.option("-q", "--quiet", is_flag=True, help="Don't say on standard error what runs it.")
+@jobs_option
+@store_option
+@json_option
+def command(
+    name: str,
+    arguments: tuple[str, ...],
+    read_only: bool,
+    scratch: int | None,
+    runtime: str | None,
+    tty: bool,
+    keep: bool,
+    quiet: bool,
+    jobs: int,
+    store: str | None,
+    root: str | None,
+    as_json: bool,
+) -> int:
+    """Run COMMAND, or what the image is made to run, in a fresh sandbox of image NAME, and remove the sandbox.
+
+    Options come before NAME. The exit code is the command's; 125 means that it could not be started. With --json, a
+    summary is printed after the command's own output.
+    """
+    argv = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
+    try:
+        require_root()
+        node = Node(root_path(root))
+        with progress.shown(quiet=quiet) as drawn:
+            image = node.prepare(open_store(store, root), name, jobs=jobs, progress=drawn)
+        sandbox = node.up(image, read_only=read_only, scratch=scratch)
+        try:
+            if not quiet:
+                shown = (keep and f"sandbox {sandbox.id}, kept") or f"sandbox {sandbox.id}"
+                click.echo(f"imgtool: {shown}", err=True)
+            outcome = run(sandbox, argv or None, image.config.run, runtime=runtime, terminal=tty)
+            if not quiet:
+                click.echo(f"imgtool: ran in {outcome.runtime}, exit code {outcome.exit_code}", err=True)
+        finally:
+            if not keep:
+                node.sandboxes.remove(sandbox.id)
+    except UsageError:
+        raise
+    except ImgtoolError as error:
+        click.echo(f"imgtool: {error}", err=True)
+        return ExitCode.RUN_FAILED
+    if as_json:
+        sys.stdout.flush()
+        render.print_json(
+            {**sandbox.to_json(), "runtime": outcome.runtime, "exit_code": outcome.exit_code, "kept": keep}
+        )
+    return outcome.exit_code
