@@ -31,7 +31,7 @@ from layerstore.material import Base, SourceReader, survey
 from layerstore.oci.platform import Platform
 from layerstore.oci.source_name import SourceName
 from layerstore.opened import open_layer
-from layerstore.pack.chunks import ChunkTable, Sizes, chunk_files, pieces, read_piece
+from layerstore.pack.chunks import DEFAULT_SIZES, ChunkTable, Sizes, chunk_files, pieces, read_piece
 from layerstore.pack.format import BLOCK_SIZE
 from layerstore.pack.reuse import Reuse, choose, find
 from layerstore.pack.stored import StoredPack
@@ -71,7 +71,7 @@ class Conversion:
     dedup: bool = True
     level: int = DEFAULT_LEVEL
     jobs: int = 2
-    sizes: Sizes = Sizes()
+    sizes: Sizes = DEFAULT_SIZES
     limits: Limits = DEFAULT_LIMITS
 
 

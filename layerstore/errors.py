@@ -21,6 +21,7 @@ message never holds a newline or an undecodable byte. ``imgtool/exitcodes.py`` g
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -84,10 +85,14 @@ class PermissionError_(ImgtoolError):
     """The operation needs root or a capability that this process lacks."""
 
 
+_LONE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates that stand for no byte: JSON may hold them, file names can't."""
+
+
 def printable(name: bytes | str) -> str:
-    """A name from an image for people and JSON: reversible, one line, ASCII control bytes and non-UTF-8 as ``\\xNN``."""
+    r"""A name from an image, for people and JSON: reversible, one line, what isn't printable UTF-8 as ``\xNN``."""
     if isinstance(name, str):
-        name = name.encode("utf-8", "surrogateescape")
+        name = name.encode("utf-8", "surrogatepass" if _LONE.search(name) else "surrogateescape")
     text = name.decode("utf-8", "surrogateescape")
     return "".join(_escape(c) for c in text)
 
@@ -110,7 +115,7 @@ def _escape(char: str) -> str:
 
 @contextmanager
 def os_errors(what: str) -> Iterator[None]:
-    """Map OSError at the boundary: ``with os_errors("write blob sha256:…"):``.
+    """Map OSError at the boundary, for as long as the block runs; ``what`` begins the message.
 
     Raises:
         NoSpaceError: ENOSPC or EDQUOT, whether at write, fsync or close.

@@ -51,7 +51,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One EROFS filesystem: a metadata image, and the packs that are its devices 1, 2, …
+    """One EROFS filesystem: a metadata image, and the packs that are its devices, counted from 1.
 
     Attributes:
         role: what it is for.

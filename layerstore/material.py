@@ -6,11 +6,11 @@ caller's ExitStack, until the data has been packed.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import BinaryIO
 
 from layerstore.content import same_content
 from layerstore.digest import Digest
@@ -117,10 +117,10 @@ class SourceReader:
         return Material(tree, _plain_config(self.platform), size, None, ())
 
     def _read_tar(self, path: str, lower: Directory | None) -> Material:
-        stream: BinaryIO | str = path
+        stream: io.FileIO | str = path
         if path == "-":
             # Unbuffered, so that an interrupted conversion need not wait for the other end of the pipe.
-            stream = self.stack.enter_context(open(0, "rb", buffering=0, closefd=False))
+            stream = self.stack.enter_context(io.FileIO(0, closefd=False))
             self.progress.start("unpack", None)
         else:
             with os_errors("open the archive"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from layerstore.errors import NotFoundError, os_errors, printable
@@ -35,20 +35,36 @@ def find_runtime(wanted: str | None = None) -> str:
     """The path of an OCI runtime, or "chroot".
 
     Args:
-        wanted: a name or path, "chroot", or None for the first of RUNTIMES that is installed, else "chroot".
+        wanted: a name or path, "chroot", or None for the first of RUNTIMES that works here, else "chroot".
 
     Raises:
         NotFoundError: ``wanted`` isn't installed.
     """
     if wanted == CHROOT:
         return CHROOT
-    for name in RUNTIMES if wanted is None else (wanted,):
-        path = shutil.which(name, path=SEARCH_PATH)
-        if path is not None:
-            return os.path.abspath(path)
     if wanted is None:
-        return CHROOT
+        return next(iter(usable_runtimes()), CHROOT)
+    path = shutil.which(wanted, path=SEARCH_PATH)
+    if path is not None:
+        return os.path.abspath(path)
     raise NotFoundError(f"no OCI runtime {printable(wanted)!r}; install runc or crun, or choose chroot")
+
+
+def usable_runtimes() -> Iterator[str]:
+    """The paths of those of RUNTIMES that are installed and can start something here."""
+    for name in RUNTIMES:
+        path = shutil.which(name, path=SEARCH_PATH)
+        if path is not None and not (name == "crun" and _cgroups_are_mixed()):
+            yield path
+
+
+def _cgroups_are_mixed() -> bool:
+    """Whether cgroup v1 and v2 share the controllers ("hybrid mode"), in which crun (1.8) refuses to do anything."""
+    try:
+        with open("/sys/fs/cgroup/unified/cgroup.controllers", "rb") as stream:
+            return bool(stream.read().strip())
+    except OSError:
+        return False
 
 
 def run(
@@ -99,7 +115,7 @@ def _run_in_container(
         with signals.held() as mask:
             pid = os.posix_spawn(
                 runtime,
-                [runtime, "--root", state, *_options(runtime), "run", "--bundle", bundle, name],
+                [runtime, "--root", state, "run", "--bundle", bundle, name],
                 {"PATH": SEARCH_PATH},
                 setsigmask=mask,
             )
@@ -113,8 +129,3 @@ def _run_in_container(
             os.rmdir(bundle)
         except FileNotFoundError:
             pass  # the sandbox has been removed under the command
-
-
-def _options(runtime: str) -> tuple[str, ...]:
-    """crun refuses to start where cgroup v1 and v2 share the controllers unless it is told to leave cgroups alone."""
-    return ("--cgroup-manager=disabled",) if os.path.basename(runtime) == "crun" else ()

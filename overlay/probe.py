@@ -26,7 +26,7 @@ from layerstore.erofs.writer import write_image
 from layerstore.errors import ImgtoolError
 from layerstore.tree.inode import Attrs, Directory, File
 from overlay.erofs import mount_erofs
-from overlay.execution import RUNTIMES, SEARCH_PATH
+from overlay.execution import SEARCH_PATH, usable_runtimes
 from overlay.mountapi import filesystem_name
 from overlay.overlayfs import UNFIT_FOR_UPPER, check_filesystem, mount_overlay
 from overlay.scratch import unmount_all
@@ -248,12 +248,12 @@ def _programs() -> Iterator[Finding]:
     def find(program: str) -> str | None:
         return shutil.which(program, path=SEARCH_PATH)
 
-    runtimes = [path for path in map(find, RUNTIMES) if path]
+    runtimes = list(usable_runtimes())
     if runtimes:
         yield Finding("OCI runtime", "ok", False, ", ".join(runtimes))
     else:
-        advice = "run falls back to a chroot with its own mounts and pids; install runc or crun for more isolation"
-        yield Finding("OCI runtime", "degraded", False, "neither runc nor crun", advice)
+        advice = "run falls back to a chroot with its own mounts and pids; install runc for more isolation"
+        yield Finding("OCI runtime", "degraded", False, "neither runc nor a crun that works here", advice)
     for program, package, use in (("mkfs.ext4", "e2fsprogs", "--scratch"), ("mount", "mount", "--scratch")):
         path = find(program)
         if path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from layerstore.cache.packs import CachedPack, PackCache
 from layerstore.pack.reader import FrameIndex
@@ -46,7 +47,7 @@ def fetch(plan: Sequence[PackFetch], store: Store, packs: PackCache, *, jobs: in
                 for start in range(0, len(spans), READS_PER_SYNC):
                     group = spans[start : start + READS_PER_SYNC]
                     try:
-                        for part in pool.map(lambda s: _read(s, index, blob, cached, progress), group):
+                        for part in pool.map(partial(_read, index, blob, cached, progress), group):
                             total += part
                     except BaseException:
                         pool.shutdown(wait=True, cancel_futures=True)
@@ -60,7 +61,7 @@ def _compressed_size(item: PackFetch, store: Store, packs: PackCache) -> int:
         return sum(cached.index.blob_range(span.numbers)[1] for span in item.ranges)
 
 
-def _read(span: FrameRange, index: FrameIndex, blob: Blob, cached: CachedPack, progress: Progress) -> Fetched:
+def _read(index: FrameIndex, blob: Blob, cached: CachedPack, progress: Progress, span: FrameRange) -> Fetched:
     start, length = index.blob_range(span.numbers)
     data = memoryview(blob.read_at(start, length))
     raw_size = 0

@@ -38,14 +38,14 @@ def command(old: str, new: str, store: str | None, root: str | None, as_json: bo
             [
                 {
                     "path": "/" + printable(change.path),
-                    "change": str(change.kind),
-                    "what": sorted(map(str, change.what)),
+                    "change": change.kind,
+                    "what": list(change.what),
                 }
                 for change in changes
             ]
         )
     else:
         for change in changes:
-            what = f"  ({', '.join(sorted(map(str, change.what)))})" if change.what else ""
-            render.print_line(f"{_SIGN[str(change.kind)]} /{printable(change.path)}{what}")
+            what = f"  ({', '.join(list(change.what))})" if change.what else ""
+            render.print_line(f"{_SIGN[change.kind]} /{printable(change.path)}{what}")
     return ExitCode.FINDINGS if changes else ExitCode.OK

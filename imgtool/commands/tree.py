@@ -27,9 +27,9 @@ from layerstore.tree.resolve import lookup
 @store_option
 @json_option
 def command(name: str, path: str, depth: int | None, store: str | None, root: str | None, as_json: bool) -> None:
-    """List what image NAME has at PATH and below, as a sandbox would see it.
+    r"""List what image NAME has at PATH and below, as a sandbox would see it.
 
-    Names keep their bytes: what isn't printable is shown as \\xNN, a backslash as \\\\.
+    Names keep their bytes: what isn't printable is shown as \xNN, a backslash as \\.
     """
     source = open_store(store, root)
     with open_tree(source, load_image(source, name)) as tree:

@@ -2,7 +2,7 @@
 
 ::
 
-    FramesHeader | FrameRecord × frames (as in the pack's own frame index) | presence, one byte a frame: 0 or 1
+    FramesHeader | FrameRecord for each frame (as in the pack's own frame index) | presence, one byte a frame: 0 or 1
 
 The frame index is kept here so that a frame can be verified, and fetched from any store, with no manifest at hand.
 """

@@ -84,7 +84,7 @@ class _Checker:
         image = self.image
         try:
             image.verify_checksum()
-        except CorruptError as error:
+        except (CorruptError, MalformedError) as error:
             self._report("superblock", str(error))
         if image.superblock.blocks * image.block_size > image.size:
             self._report("superblock", f"{image.superblock.blocks} blocks, but the image has {image.size} bytes")

@@ -155,9 +155,11 @@ def decode_xattrs(body: bytes, shared: Callable[[int], tuple[bytes, bytes]]) -> 
     """
     if not body:
         return (), _NO_NAMES
+    if len(body) <= XATTR_HEADER_SIZE:
+        raise MalformedError("the xattrs are shorter than their header")
     header = XattrIbodyHeader.unpack(body)
     offset = XATTR_HEADER_SIZE + 4 * header.h_shared_count
-    if offset > len(body) or len(body) == XATTR_HEADER_SIZE:
+    if offset > len(body):
         raise MalformedError("the xattrs are shorter than their header says")
     found = {}
     count = header.h_shared_count

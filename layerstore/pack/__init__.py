@@ -12,5 +12,6 @@
 * **chunk**: a piece of a file, padded to whole blocks, named by the sha256 of the padded bytes: the unit of
   deduplication. Chunks lie in the pack one behind the other.
 
-``zstd -d`` of the blob gives the raw pack. Packs never change, so readers need no locks; a writer belongs to one thread.
+``zstd -d`` of the blob gives the raw pack. Packs never change, so readers need no locks; a writer belongs to one
+thread.
 """

@@ -12,14 +12,14 @@ from layerstore.pack.format import BLOCK_SIZE
 from layerstore.progress import Progress
 from layerstore.tree.inode import File
 
-CHUNK_SIZE = 64 * 1024
+CHUNK_SIZE = 16 * 1024
 """Bytes of a chunk of an ordinary file. Part of the format version; ``docs/measurements.md`` has what others give."""
 
-INLINE_LIMIT = 1024
+INLINE_LIMIT = 512
 """Files up to this size live in the metadata image. Part of the format version; measured as above."""
 
-CHUNKS_PER_FILE = 4096
-"""A large dense file gets larger chunks, so that its index stays below 32 KiB."""
+CHUNKS_PER_FILE = 16_384
+"""A large dense file gets larger chunks, so that its index stays below 128 KiB."""
 
 MAX_CHUNK_SIZE = 4 * 1024 * 1024
 """Upper bound of the above, so that a chunk fits in memory several times."""
@@ -37,6 +37,9 @@ class Sizes:
 
     chunk: int = CHUNK_SIZE
     inline: int = INLINE_LIMIT
+
+
+DEFAULT_SIZES = Sizes()
 
 
 def chunk_bits(file: File, sizes: Sizes) -> int:

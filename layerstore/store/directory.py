@@ -206,13 +206,8 @@ class DirectoryStore:
     def blobs(self) -> Iterator[BlobInfo]:
         now = self._listing_time()
         with disk_errors("list blobs"):
-            try:
-                algorithms = sorted(os.listdir(self._path("blobs")))
-            except FileNotFoundError as error:
-                raise self._damaged("blobs") from error
-            for algorithm in algorithms:
-                if os.path.isdir(self._path("blobs", algorithm)):
-                    yield from self._blobs_of(algorithm, now)
+            for algorithm in self._algorithms():
+                yield from self._blobs_of(algorithm, now)
 
     def pinned(self) -> frozenset[Digest]:
         return self._leases.pinned()
@@ -267,7 +262,7 @@ class DirectoryStore:
         before = self._clock() - age
         with disk_errors("remove leftovers"):
             directories = [self.root, self._path("refs")]
-            directories += [self._path("blobs", name) for name in os.listdir(self._path("blobs"))]
+            directories += [self._path("blobs", algorithm) for algorithm in self._algorithms()]
             freed = sum(reclaim_files(directory, before, dry_run=dry_run) for directory in directories)
             freed += reclaim_scratch(self._path("tmp"), before, dry_run=dry_run)
         return freed + self._leases.reclaim(older_than_ns=age, dry_run=dry_run)
@@ -277,6 +272,13 @@ class DirectoryStore:
 
     def _blob_path(self, digest: Digest) -> str:
         return self._path("blobs", digest.algorithm, digest.hex)
+
+    def _algorithms(self) -> list[str]:
+        try:
+            names = sorted(os.listdir(self._path("blobs")))
+        except FileNotFoundError as error:
+            raise self._damaged("blobs") from error
+        return [name for name in names if os.path.isdir(self._path("blobs", name))]
 
     def _blobs_of(self, algorithm: str, now: int) -> Iterator[BlobInfo]:
         for name in sorted(os.listdir(self._path("blobs", algorithm))):

@@ -62,12 +62,28 @@ def sandbox(node: Sandboxes, layer: MountableLayer) -> Iterator[Sandbox]:
     assert os.listdir(f"{node.root}/sandboxes") == []
 
 
+@pytest.fixture(scope="session")
+def crun(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """crun, which refuses to work where cgroup v1 and v2 share controllers: there it is shown the v1 part alone."""
+    program = need_tool("crun")
+    controllers = Path("/sys/fs/cgroup/unified/cgroup.controllers")
+    if not controllers.exists() or not controllers.read_text().strip():
+        return program
+    wrapper = tmp_path_factory.mktemp("bin") / "crun"
+    hide = f'umount /sys/fs/cgroup/unified && exec {program} "$@"'
+    wrapper.write_text(f"#!/bin/sh\nexec unshare -m sh -c '{hide}' crun \"$@\"\n")
+    wrapper.chmod(0o755)
+    return str(wrapper)
+
+
 @pytest.fixture(params=RUNTIMES)
-def runtime(request: pytest.FixtureRequest) -> str:
-    chosen: str = request.param
-    if chosen != CHROOT:
-        need_tool(chosen)
-    return chosen
+def runtime(request: pytest.FixtureRequest, crun: str) -> str:
+    return {"runc": need_tool("runc"), "crun": crun, CHROOT: CHROOT}[request.param]
+
+
+@pytest.fixture(params=["runc", "crun"])
+def oci_runtime(request: pytest.FixtureRequest, crun: str) -> str:
+    return need_tool("runc") if request.param == "runc" else crun
 
 
 def shell(sandbox: Sandbox, runtime: str, script: str, config: RunConfig | None = None) -> tuple[int, str]:
@@ -81,7 +97,7 @@ def shell(sandbox: Sandbox, runtime: str, script: str, config: RunConfig | None 
         finally:
             os.dup2(saved, 1)
             os.close(saved)
-    assert outcome.runtime == (CHROOT if runtime == CHROOT else need_tool(runtime))
+    assert outcome.runtime == runtime
     return outcome.exit_code, output.read_text()
 
 
@@ -170,9 +186,8 @@ def test_commands_that_can_not_start_in_a_chroot(sandbox: Sandbox, command: str,
     assert run(sandbox, [command], RunConfig(), runtime=CHROOT).exit_code == code
 
 
-@pytest.mark.parametrize("name", ["runc", "crun"])
-def test_commands_that_can_not_start_in_a_container(sandbox: Sandbox, name: str) -> None:
-    assert run(sandbox, ["no-such-command"], RunConfig(), runtime=need_tool(name)).exit_code != 0
+def test_commands_that_can_not_start_in_a_container(sandbox: Sandbox, oci_runtime: str) -> None:
+    assert run(sandbox, ["no-such-command"], RunConfig(), runtime=oci_runtime).exit_code != 0
 
 
 def test_what_a_command_leaves_running_ends_with_it(sandbox: Sandbox, runtime: str) -> None:
@@ -262,15 +277,13 @@ def test_called_from_a_thread(sandbox: Sandbox, runtime: str) -> None:
     assert codes == [5]
 
 
-@pytest.mark.parametrize("name", ["runc", "crun"])
-def test_a_bundle_starts_with_the_runtime_itself(sandbox: Sandbox, name: str, tmp_path: Path) -> None:
-    program = need_tool(name)
+def test_a_bundle_starts_with_the_runtime_itself(sandbox: Sandbox, oci_runtime: str, tmp_path: Path) -> None:
     config = RunConfig(
         cmd=("sh", "-c", "id -u; pwd; hostname; echo $A"), user="1000:50", working_dir="/tmp", env=("A=b",)
     )
     write_bundle(str(tmp_path / "bundle"), sandbox, config)
     ran = subprocess.run(
-        [program, "--root", tmp_path / "state", "run", "--bundle", tmp_path / "bundle", f"imgtool-test-{os.getpid()}"],
+        [oci_runtime, "--root", tmp_path / "state", "run", "--bundle", tmp_path / "bundle", f"test-{os.getpid()}"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -129,7 +129,7 @@ def three_layers(path: Path) -> list[MountableLayer]:
     ]
 
 
-PROGRAMS = ("sh", "cat", "id", "env", "pwd", "sleep", "ls", "touch", "dd", "hostname", "mount", "stat")
+PROGRAMS = ("sh", "cat", "id", "env", "pwd", "sleep", "ls", "touch", "dd", "hostname", "mount", "rm")
 
 
 def shell_layer(path: Path, extra: Mapping[bytes, Inode | bytes] | None = None) -> MountableLayer:

@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,6 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_packages_are_all_listed_for_the_build() -> None:
-    listed = set(
-        re.findall(r'"([a-z.]+)"', re.search(r"packages = \[(.*?)\]", (TOP / "pyproject.toml").read_text(), re.S)[1])
-    )
+    listed = set(tomllib.loads((TOP / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {".".join(path.parent.relative_to(TOP).parts) for path in MODULES if path.name == "__init__.py"}
     assert listed == found

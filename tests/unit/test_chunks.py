@@ -53,8 +53,8 @@ def table_of(*files: File, sizes: Sizes | None = None, jobs: int = 2) -> ChunkTa
 
 def test_a_small_file_is_one_chunk_and_a_large_one_is_cut() -> None:
     assert chunk_bits(dense(b"x" * 5000), Sizes()) == 1
-    assert chunk_bits(dense(b"x" * CHUNK_SIZE), Sizes()) == 4
-    assert chunk_bits(dense(b"x" * (CHUNK_SIZE + 1)), Sizes()) == 4
+    assert BLOCK_SIZE << chunk_bits(dense(b"x" * CHUNK_SIZE), Sizes()) == CHUNK_SIZE
+    assert BLOCK_SIZE << chunk_bits(dense(b"x" * (CHUNK_SIZE + 1)), Sizes()) == CHUNK_SIZE
 
 
 def test_a_huge_dense_file_has_a_small_index_and_bounded_chunks() -> None:
@@ -92,7 +92,7 @@ def test_equal_chunks_are_one_and_order_is_that_of_first_use() -> None:
     table = table_of(dense(one + two), dense(two), dense(two + one + b"tail"))
     assert [list(file.chunks) for file in table.files] == [[0, 1], [1], [1, 0, 2]]
     assert list(table.keys) == [hashlib.sha256(data).digest() for data in (one, two, b"tail" + bytes(BLOCK_SIZE - 4))]
-    assert list(table.blocks) == [16, 16, 1]
+    assert [blocks * BLOCK_SIZE for blocks in table.blocks] == [CHUNK_SIZE, CHUNK_SIZE, BLOCK_SIZE]
 
 
 @pytest.mark.case("Z11")

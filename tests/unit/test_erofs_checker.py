@@ -165,7 +165,7 @@ HARM: dict[str, tuple[Callable[[Forgery], object], str]] = {
         "is a directory's, or has more names",
     ),
     "xattr count": (lambda f: f.inode(b"/xattr", i_xattr_icount=0xFFFF), "/xattr: "),
-    "xattr header alone": (lambda f: f.inode(b"/xattr", i_xattr_icount=1), "shorter than their header says"),
+    "xattr header alone": (lambda f: f.inode(b"/xattr", i_xattr_icount=1), "shorter than their header"),
     "xattr entry too long": (lambda f: f.write(f.offset(b"/xattr") + 64 + 14, b"\xff\xff"), "an xattr entry is longer"),
     "shared xattr outside": (
         lambda f: f.write(f.offset(b"/xattr") + 64 + 4, b"\1").write(f.offset(b"/xattr") + 64 + 12, b"\xff" * 4),

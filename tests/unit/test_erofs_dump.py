@@ -11,10 +11,10 @@ from layerstore.tree.inode import Special, Whiteout
 
 GOLDEN = """\
 superblock
-  checksum 0x8b634c71
+  checksum 0x3aff4e1b
   feature_compat 0x7 SB_CHKSUM MTIME XATTR_FILTER
   feature_incompat 0xc CHUNKED_FILE DEVICE_TABLE
-  uuid f0004a53-2036-851f-a05e-142676e745da
+  uuid b8a4ac91-467c-82f2-a4a4-9185c5cafb07
   block size 4096
   blocks 1
   inos 7
@@ -23,13 +23,13 @@ superblock
   meta_blkaddr 0 xattr_blkaddr 0
   extra_devices 2 devt_slotoff 9
 device 1
-  tag 2feadbc3f7781b0af3115216bb71b78c89302774556db8cdf024e7d88525fca2
-  blocks 3
+  tag ccd521371b29352a7b02a04c2408c4e0ceacba97fc3ce449edd8897cb2397410
+  blocks 2
   uniaddr 1
 device 2
-  tag e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855
-  blocks 0
-  uniaddr 4
+  tag b8a9f56c4de5261c5ec85b42a4977c94712d8d2ce16cc4cafd14e511cfd6f52b
+  blocks 1
+  uniaddr 3
 inode /
   nid 44 at 1408 extended
   mode 0040755 uid 0 gid 0 nlink 3 ino 1
@@ -50,11 +50,12 @@ inode /chunks
   nid 51 at 1632 extended
   mode 0100644 uid 0 gid 0 nlink 1 ino 2
   mtime 1600000000 nsec 5
-  size 16484 layout CHUNK_BASED
-  chunks of 8192: 3 entries of 8 bytes at 1696
+  size 24676 layout CHUNK_BASED
+  chunks of 8192: 4 entries of 8 bytes at 1696
     0 device 1 block 0
     1 hole
-    2 device 1 block 2
+    2 hole
+    3 device 2 block 0
 inode /gone
   nid 54 at 1728 extended
   mode 0020000 uid 0 gid 0 nlink 1 ino 3
@@ -103,7 +104,9 @@ def sample() -> list[str]:
     opaque.opaque = True
     root = directory(
         {
-            b"chunks": packs.file(attrs(stat.S_IFREG, nsec=5), [b"1" * 8192, None, b"2" * 100], bits=1, spread=True),
+            b"chunks": packs.file(
+                attrs(stat.S_IFREG, nsec=5), [b"1" * 8192, None, None, b"2" * 100], bits=1, spread=True
+            ),
             b"gone": Whiteout(attrs(stat.S_IFCHR, 0)),
             b"h1": one,
             b"h2": one,

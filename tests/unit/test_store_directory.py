@@ -226,7 +226,11 @@ def test_foreign_files_among_blobs_are_no_blobs(bench: DirectoryBench) -> None:
     os.mkdir(bench.path("blobs", "blake3"))
     Path(bench.path("blobs", "blake3", "0" * 64)).touch()
     Path(bench.path("blobs", "notes")).touch()
+    before = tree(bench.store.root)
     assert all_blobs(bench.store) == {digest}
+    bench.clock.advance(DAY)
+    assert bench.store.reclaim(older_than=0) == 0
+    assert tree(bench.store.root) == before
 
 
 @pytest.mark.case("G06")

@@ -17,7 +17,8 @@ GOOD = [
     "a..b",
     "a.",
     "a:",
-    "sha256:not-a-digest",
+    "sha256/x",
+    "sha1:x",
     "x" * NAME_LIMIT,
     "/".join("a" * 64),
 ]
@@ -48,6 +49,7 @@ BAD = [
     "٣",
     "sha256:" + "0" * 64,
     "sha512:AB",
+    "sha256:latest",
     "x" * (NAME_LIMIT + 1),
     "/".join("a" * 65),
 ]
