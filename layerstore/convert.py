@@ -37,7 +37,7 @@ from layerstore.pack.reuse import Reuse, choose, find
 from layerstore.pack.stored import StoredPack
 from layerstore.pack.writer import DEFAULT_LEVEL, PackWriter
 from layerstore.progress import SILENT, Progress
-from layerstore.publish import current, publish_config, publish_image
+from layerstore.publish import commit, current, publish_config, publish_image
 from layerstore.store.protocol import Lease, WriteStore
 from layerstore.tree.inode import Directory
 
@@ -85,7 +85,7 @@ class Report:
         source_size: read from the source, compressed as it was.
         data_size: of all distinct chunks.
         new_size, shared_size: the parts of it that are new, and that other packs already had.
-        stored_size: what the store grew by: new pack, metadata image, config and manifest.
+        stored_size: what the store grew by: new pack, metadata image, config and manifest, as far as it lacked them.
         entries: names in the tree.
     """
 
@@ -141,13 +141,16 @@ def convert(
         reader = SourceReader(scratch, stack, conversion.platform, conversion.limits, progress, warnings)
         material = reader.read(conversion.source, base)
         entries, files = survey(material.tree)
+        for file in files:
+            file.chunks = None  # one that comes from the base still has its address there
         progress.start("hash", sum(extent.length for file in files for extent in file.extents))
         table = chunk_files(files, conversion.sizes, pool, conversion.jobs, progress)
         reuse = _reuse(conversion, table, base, store, lease, progress, warnings)
-        new = _write_pack(conversion, table, reuse, store, lease, pool, progress)
+        grown: dict[Digest, int] = {}
+        new = _write_pack(conversion, table, reuse, store, lease, pool, progress, grown)
         packs = ((new,) if new else ()) + reuse.packs
         _assign(table, reuse, new)
-        metadata = _write_metadata(material.tree, packs, scratch, store, lease, progress)
+        metadata = _write_metadata(material.tree, packs, scratch, store, lease, progress, grown)
         layer = Layer(
             conversion.role,
             *metadata,
@@ -156,9 +159,9 @@ def convert(
             source=material.digest,
             diff_ids=material.diff_ids,
         )
-        config = publish_config(store, lease, material.config, layer.raw_digests)
+        config = publish_config(store, lease, material.config, layer.raw_digests, grown)
         image = Image((layer,), config)
-        target = publish_image(store, lease, image, tag=tag, expected=before)
+        target = publish_image(store, lease, image, tag=tag, expected=before, grown=grown)
     new_blocks = sum(b for b, source in zip(table.blocks, reuse.source, strict=True) if source < 0)
     return Report(
         target.digest,
@@ -167,7 +170,7 @@ def convert(
         table.raw_size,
         new_blocks * BLOCK_SIZE,
         table.raw_size - new_blocks * BLOCK_SIZE,
-        (new.blob_size if new else 0) + layer.blob_size + config.size + target.size,
+        sum(grown.values()),
         entries,
         tuple(warnings.texts),
     )
@@ -240,6 +243,7 @@ def _write_pack(
     lease: Lease,
     pool: ThreadPoolExecutor,
     progress: Progress,
+    grown: dict[Digest, int],
 ) -> StoredPack | None:
     """Write the chunks that no chosen pack has; their blocks are entered into ``reuse.block``."""
     new = [number for number, source in enumerate(reuse.source) if source < 0]
@@ -256,8 +260,7 @@ def _write_pack(
             writer.add(keys[number], data)
             progress.advance(len(data))
         pack = writer.finish()
-        lease.pin([pack.blob])
-        upload.commit(pack.blob, pack.blob_size)
+        commit(store, lease, upload, pack.blob, grown)
     return pack
 
 
@@ -281,20 +284,23 @@ def _write_metadata(
     store: WriteStore,
     lease: Lease,
     progress: Progress,
+    grown: dict[Digest, int],
 ) -> tuple[Digest, int, Digest, int]:
     """Write and publish the metadata image; returns digest and size, raw and compressed."""
     devices = [Device(pack.digest, pack.blocks) for pack in packs]
-    with tempfile.TemporaryFile(dir=scratch) as file, store.upload() as upload:
+    with ExitStack() as stack:
         with os_errors("write the metadata image"):
-            summary = write_image(tree, devices, file)
+            file = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
+        upload = stack.enter_context(store.upload())
+        summary = write_image(tree, devices, file)
         progress.start("metadata", summary.bytes)
         compressor = zstandard.ZstdCompressor(level=_METADATA_LEVEL).compressobj(size=summary.bytes)
-        file.seek(0)
-        while piece := file.read(_HASH_STEP):
-            upload.write(compressor.compress(piece))
-            progress.advance(len(piece))
+        with os_errors("read the metadata image"):
+            file.seek(0)
+            while piece := file.read(_HASH_STEP):
+                upload.write(compressor.compress(piece))
+                progress.advance(len(piece))
         upload.write(compressor.flush())
         blob, size = upload.digest(), upload.size
-        lease.pin([blob])
-        upload.commit(blob, size)
+        commit(store, lease, upload, blob, grown)
     return summary.digest, summary.bytes, blob, size

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from layerstore.digest import Digest
-from layerstore.errors import ImgtoolError, MalformedError, UnsupportedError
+from layerstore.errors import CorruptError, ImgtoolError, LimitError, MalformedError, NotFoundError, UnsupportedError
 from layerstore.oci.descriptor import Descriptor
-from layerstore.oci.document import dump
+from layerstore.oci.document import CONFIG_BYTES, dump
 from layerstore.oci.manifest import Manifest, parse_document
 from layerstore.pack.stored import ROLE, UNCOMPRESSED_DIGEST, UNCOMPRESSED_SIZE, StoredPack
 from layerstore.store.protocol import Store
@@ -37,8 +37,8 @@ LAYER_BASE = "org.imgtool.base"
 LAYER_SOURCE = "org.imgtool.source.digest"
 LAYER_DIFF_IDS = "org.imgtool.source.diff-ids"
 
-MAX_MANIFEST = 4 * 1024 * 1024
-"""Bytes; what registries accept (distribution-spec 1.1)."""
+MAX_DOCUMENT = CONFIG_BYTES
+"""Bytes of a manifest or config that are read: what is accepted of a source, so what we publish of it."""
 
 
 class Role(StrEnum):
@@ -218,14 +218,17 @@ def read_document(store: Store, target: Descriptor, what: str) -> bytes:
 
     Raises:
         CorruptError: its size or digest is wrong.
+        LimitError: too large for a manifest or a config.
     """
     with store.open(target.digest) as blob:
-        if blob.size != target.size or blob.size > MAX_MANIFEST:
-            raise MalformedError(f"{what} {target.digest} has {blob.size} bytes, {target.size} expected")
+        if blob.size != target.size:
+            raise CorruptError(f"{what}, {target.digest}", expected=f"{target.size} bytes", actual=f"{blob.size}")
+        if blob.size > MAX_DOCUMENT:
+            raise LimitError(f"{what}, {target.digest}, has {blob.size} bytes; at most {MAX_DOCUMENT} are read")
         data = blob.read_at(0, blob.size)
     hasher = target.digest.hasher()
     hasher.update(data)
-    target.digest.check(hasher, what)
+    target.digest.check(hasher, f"{what}, {target.digest}")
     return data
 
 
@@ -238,14 +241,21 @@ def all_packs(store: Store, unreadable: list[str]) -> Iterator[StoredPack]:
     """Every pack that a reference reaches, once. What can't be read is named in ``unreadable`` and left out."""
     manifests: set[Digest] = set()
     packs: set[Digest] = set()
-    for reference in store.references():
-        if reference.target.digest in manifests:
-            continue
-        manifests.add(reference.target.digest)
+    for name in store.names():
         try:
-            image = parse_image(read_document(store, reference.target, f"manifest of {reference.name!r}"))
+            target = store.resolve(name)
+        except NotFoundError:
+            continue  # removed meanwhile
         except ImgtoolError as error:
             unreadable.append(str(error))
+            continue
+        if target.digest in manifests:
+            continue
+        manifests.add(target.digest)
+        try:
+            image = parse_image(read_document(store, target, "manifest"))
+        except ImgtoolError as error:
+            unreadable.append(f"{name!r}: {error}")
             continue
         for layer in image.layers:
             for pack in layer.packs:

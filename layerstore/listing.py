@@ -6,17 +6,20 @@ from collections import Counter
 from dataclasses import dataclass
 
 from layerstore.digest import Digest
-from layerstore.errors import ImgtoolError
+from layerstore.errors import ImgtoolError, NotFoundError
 from layerstore.image import Role, parse_image, read_document
 from layerstore.store.protocol import Store
 
 
 @dataclass(frozen=True, slots=True)
 class ListedImage:
-    """A reference; sizes in bytes of the store. ``error`` says why an image can't be read, else it is None."""
+    """A reference; sizes in bytes of the store. ``error`` says why an image can't be read, else it is None.
+
+    ``manifest`` is None where the reference itself can't be read.
+    """
 
     name: str
-    manifest: Digest
+    manifest: Digest | None
     roles: tuple[Role, ...]
     size: int
     own_size: int
@@ -27,14 +30,21 @@ def list_images(store: Store) -> list[ListedImage]:
     """Every reference, by name; one that can't be read is listed with its error."""
     blobs: dict[str, dict[Digest, int]] = {}
     listed = []
-    for reference in store.references():
-        name, digest = reference.name, reference.target.digest
+    for name in store.names():
         try:
-            image = parse_image(read_document(store, reference.target, f"manifest of {name!r}"))
+            target = store.resolve(name)
+        except NotFoundError:
+            continue  # removed meanwhile
+        except ImgtoolError as error:
+            listed.append(ListedImage(name, None, (), 0, 0, str(error)))
+            continue
+        digest = target.digest
+        try:
+            image = parse_image(read_document(store, target, f"manifest of {name!r}"))
         except ImgtoolError as error:
             listed.append(ListedImage(name, digest, (), 0, 0, str(error)))
             continue
-        blobs[name] = {digest: reference.target.size, **image.blobs}
+        blobs[name] = {digest: target.size, **image.blobs}
         listed.append(ListedImage(name, digest, tuple(layer.role for layer in image.layers), 0, 0))
     # Two names of one image share everything, so uses are counted by manifest and not by name.
     uses = Counter(

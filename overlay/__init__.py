@@ -23,14 +23,18 @@ Modules, from the kernel upwards:
 `format`       `state.json` of a sandbox
 `scratch`      an ext4 image that bounds upper and work
 `deletion`     whole trees, whatever a sandbox left in them
-`holders`      who keeps a mount busy; the runs registered in a sandbox
+`holders`      who keeps a mount busy
+`runs`         what runs in a sandbox, so that it can be stopped
 `sandbox`      `Sandboxes`: create, list, get, resume, remove, recover
 `inroot`       files of an image, resolved inside its root
 `process`      image config → what to run, as whom, where
 `bundle`       the OCI runtime bundle
 `chroot`       running without a runtime
-`execution`    `run`: picks one of these
+`signals`      waiting for a child and passing signals on
+`execution`    `run`: picks runc, crun or chroot
+`privilege`    the one line for those who aren't root
 `probe`        what this kernel and machine can do, for `doctor`
+`node`         a root directory: a cache and sandboxes
 =============  ======================================================================================
 
 **Locks.** There is no daemon and no global lock; several processes and threads may use one root.

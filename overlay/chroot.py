@@ -139,11 +139,11 @@ def _monitor(
     init = os.fork()
     if init == 0:
         _child(failures, lambda: _init(process, rootfs, failures, mask, ready, go))
-    os.close(failures)
     os.close(ready)
     runs.register(sandbox, runs.Run(name, pid=init, start=runs.start_time(init)))
     os.write(go, b"g")
     os.close(go)
+    os.close(failures)
     return signals.wait(init)
 
 

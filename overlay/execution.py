@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from layerstore.errors import NotFoundError, os_errors, printable
+from layerstore.errors import ConflictError, NotFoundError, os_errors, printable
 from layerstore.oci.config import RunConfig
 from overlay import runs, signals
 from overlay.bundle import write_bundle
@@ -90,10 +90,13 @@ def run(
     Raises:
         UsageError, NotFoundError, MalformedError: see :func:`overlay.process.process_of`.
         PermissionError_: not root.
+        ConflictError: the sandbox isn't mounted.
         UnavailableError: the chroot could not be set up. An OCI runtime that fails says so on standard error itself,
             and its exit code is the outcome's.
     """
     require_root()
+    if not sandbox.stands:
+        raise ConflictError(f"sandbox {sandbox.id} is not mounted; remove it with `imgtool down {sandbox.id}`")
     chosen = find_runtime(runtime)
     with os_errors(f"run a command in sandbox {sandbox.id}"):
         if chosen == CHROOT:

@@ -72,6 +72,15 @@ class Sandbox:
         """Where writes go, as the host sees it; None when read-only."""
         return _writable(self.directory, self.state)[0]
 
+    @property
+    def stands(self) -> bool:
+        """Whether the root filesystem is mounted now, which the kernel is asked."""
+        try:
+            with os_errors(f"look at sandbox {self.id}"):
+                return os.stat(self.rootfs).st_dev != os.stat(self.directory).st_dev
+        except NotFoundError:
+            return False
+
     def to_json(self) -> dict[str, object]:
         state = self.state
         return {
@@ -143,7 +152,7 @@ class Sandboxes:
     """The sandboxes of one node root. Any number of processes and threads may use it at once."""
 
     def __init__(self, root: str) -> None:
-        self.root = os.path.abspath(root)
+        self.root = os.path.realpath(root)  # as mountinfo names it
         self.layers = LayerMounts(self.root)
         self._directory = os.path.join(self.root, "sandboxes")
         self._roots: dict[str, _RootAttributes] = {}
@@ -242,7 +251,7 @@ class Sandboxes:
         with os_errors(f"resume sandbox {id}"), self._locked(sandbox.directory) as fd:
             if fd is None or self.get(id).state != state:
                 raise NotFoundError(f"sandbox {id} was removed")
-            if self._stands(sandbox.directory):
+            if sandbox.stands:
                 return sandbox
             work = _writable(sandbox.directory, state)[1]
             if work is not None:  # a volatile overlay marks its work directory; the kernel wants a new one
@@ -277,7 +286,7 @@ class Sandboxes:
 
     def stands(self, sandbox: Sandbox) -> bool:
         """Whether its root filesystem is mounted now."""
-        return self._stands(sandbox.directory)
+        return sandbox.stands
 
     def remove(self, id: str) -> Removal:
         """Stop what runs in the sandbox, unmount and delete it. A sandbox that is gone, or half gone, is fine.
@@ -316,7 +325,7 @@ class Sandboxes:
         """
         require_root()
         found: list[Leftover] = []
-        with os_errors(f"recover {self.root}"):
+        with os_errors(f"recover {printable(self.root)}"):
             for name in self._names():
                 found += self._recover_one(name)
             found += self.layers.sweep(self._exists)
@@ -345,7 +354,7 @@ class Sandboxes:
                 return [Leftover("part of a sandbox", directory, "removed")]
             except ImgtoolError as error:
                 return [Leftover("sandbox", directory, f"kept: {error}; `imgtool down {name}` removes it")]
-            if self.stands(sandbox):
+            if sandbox.stands:
                 return []
             return [Leftover("sandbox", directory, f"kept: not mounted; `imgtool down {name}` removes it")]
 
@@ -413,12 +422,6 @@ class Sandboxes:
             return inner == "mnt" and os.path.isdir(f"{self.root}/layers/{name}")
         return self._exists(name) and inner.partition("/")[0] in ("rootfs", "scratch")
 
-    def _stands(self, directory: str) -> bool:
-        try:
-            return os.stat(directory + "/rootfs").st_dev != os.stat(directory).st_dev
-        except FileNotFoundError:
-            return False
-
     @cached_property
     def _boot_id(self) -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
@@ -471,7 +474,9 @@ class Sandboxes:
     def list(self) -> list[Sandbox]:
         """All sandboxes by id. What isn't whole (half made, half removed, an unreadable state) is :meth:`recover`'s."""
         found = []
-        for name in filter(USER.fullmatch, self._names()):
+        with os_errors(f"list sandboxes of {printable(self.root)}"):
+            names = self._names()
+        for name in filter(USER.fullmatch, names):
             try:
                 found.append(self.get(name))
             except (NotFoundError, MalformedError, UnsupportedError):

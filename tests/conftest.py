@@ -1,8 +1,14 @@
-"""Puts ``tests/`` on the path, so that test modules can share ``support``."""
+"""Puts ``tests/`` on the path, so that test modules can share ``support``, and adds the suite's own options."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--crash-rounds", type=int, default=200, help="rounds of the store's kill -9 test")

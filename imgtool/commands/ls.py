@@ -27,7 +27,7 @@ def command(store: str | None, root: str | None, as_json: bool) -> None:
             [
                 {
                     "name": item.name,
-                    "manifest": str(item.manifest),
+                    "manifest": str(item.manifest) if item.manifest else None,
                     "roles": [role.value for role in item.roles],
                     "bytes": item.size,
                     "bytes_own": item.own_size,
@@ -45,7 +45,7 @@ def command(store: str | None, root: str | None, as_json: bool) -> None:
                 item.error or "+".join(item.roles),
                 render.size(item.size),
                 render.size(item.own_size),
-                item.manifest.hex[:12],
+                item.manifest.hex[:12] if item.manifest else "",
             )
             for item in listed
         ],

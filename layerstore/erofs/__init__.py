@@ -23,8 +23,8 @@ Nouns:
 * *trail*: the way from the root to an entry, kept as a chain, so that a path is built only for a message.
 
 Modules: ``format`` (records and numbers of the on-disk format), ``layout`` (chunk addresses and devices as values),
-``crc32c``, ``xattrs`` and ``directory`` (those two structures, both ways), ``placement`` and ``writer``, ``reader``,
-``tree``, ``checker``, ``dump``, ``trail``.
+``crc32c``, ``xattrs`` and ``directory`` (those two structures, both ways), ``placement`` and ``writer``, ``volume``
+(superblock and devices), ``node`` and ``reader``, ``tree``, ``checker``, ``dump``, ``trail``.
 
 An :class:`~layerstore.erofs.reader.Image` doesn't change after it was opened, apart from a cache whose every step is
 atomic under the interpreter lock, and may be used by several threads if its source may. Writing has no shared state.

@@ -21,7 +21,8 @@ from layerstore.erofs.format import (
     NSEC_PER_SEC,
 )
 from layerstore.erofs.layout import HOLE
-from layerstore.erofs.reader import Image, Node
+from layerstore.erofs.node import Node
+from layerstore.erofs.reader import Image
 from layerstore.erofs.trail import Trail, show
 from layerstore.erofs.xattrs import name_filter
 from layerstore.errors import CorruptError, MalformedError, UnsupportedError, printable

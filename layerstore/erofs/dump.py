@@ -24,7 +24,8 @@ from layerstore.erofs.format import (
     incompat_names,
 )
 from layerstore.erofs.layout import HOLE
-from layerstore.erofs.reader import Image, Node
+from layerstore.erofs.node import Node
+from layerstore.erofs.reader import Image
 from layerstore.erofs.trail import Trail, show
 from layerstore.errors import MalformedError, printable
 

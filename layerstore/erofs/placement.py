@@ -35,7 +35,6 @@ from layerstore.erofs.format import (
     MAX_ID,
     MAX_INLINE,
     MAX_ROOT_NID,
-    NSEC_PER_SEC,
     SYMLINK_MAX,
     round_up,
 )
@@ -110,10 +109,9 @@ class XattrBodies:
     def __init__(self) -> None:
         self._bodies: dict[Xattrs, bytes] = {}
 
-    def of(self, inode: Inode, trail: Trail | None) -> bytes:
+    def of(self, xattrs: Xattrs, opaque: bool, trail: Trail | None) -> bytes:
         """Raises as :func:`~layerstore.erofs.xattrs.encode_xattrs`."""
-        xattrs = inode.attrs.xattrs
-        if isinstance(inode, Directory) and inode.opaque:
+        if opaque:
             xattrs = tuple(sorted({**dict(xattrs), OPAQUE: b"y"}.items()))
         if not xattrs:
             return b""
@@ -190,7 +188,7 @@ def shape_of(inode: Inode, trail: Trail | None) -> Shape:
         MalformedError: the inode contradicts itself.
         LimitError: EROFS can't hold it, or no address was given to data that is too long to be inline.
     """
-    kind = stat.S_IFMT(inode.attrs.mode)
+    kind = inode.kind
     if isinstance(inode, File):
         if kind != stat.S_IFREG:
             raise MalformedError(f"{show(trail)}: a file with mode {inode.attrs.mode:#o}")
@@ -295,10 +293,12 @@ def place(root: Directory, devices: Sequence[Device]) -> Placement:
     slots = _Slots(DEVICE_TABLE_OFFSET if root_first else after_table)
 
     for trail, directory, _, names, fresh in visit(root, plan.links):
+        attrs = directory.attrs
+        _check_attrs(attrs, trail)
         _check_directory(directory, trail)
         full, used = measure(names)
         tail = used if used <= MAX_INLINE else 0
-        body = len(bodies.of(directory, trail))
+        body = len(bodies.of(attrs.xattrs, directory.opaque, trail))
         plan.blocks += full + (tail == 0)
         plan.filtered |= body > 0
         nid = slots.place(INODE_SIZE + body, 0, tail) >> EROFS_ISLOTBITS
@@ -309,11 +309,12 @@ def place(root: Directory, devices: Sequence[Device]) -> Placement:
             slots = _Slots(plan.table + len(devices) * DEVICE_SLOT_SIZE)
         for name, inode in fresh:
             here = Trail(trail, name)
-            _check_attrs(inode.attrs, here)
+            attrs = inode.attrs
+            _check_attrs(attrs, here)
             shape = shape_of(inode, here)
             if shape.indexes:
                 _check_addresses(inode, capacity, here)
-            body = len(bodies.of(inode, here))
+            body = len(bodies.of(attrs.xattrs, False, here))
             plan.blocks += shape.blocks
             plan.filtered |= body > 0
             nid = slots.place(INODE_SIZE + body, shape.indexes, shape.tail) >> EROFS_ISLOTBITS
@@ -328,8 +329,7 @@ def place(root: Directory, devices: Sequence[Device]) -> Placement:
 
 
 def _check_directory(directory: Directory, trail: Trail | None) -> None:
-    _check_attrs(directory.attrs, trail)
-    if stat.S_IFMT(directory.attrs.mode) != stat.S_IFDIR:
+    if directory.kind != stat.S_IFDIR:
         raise MalformedError(f"{show(trail)}: a directory with mode {directory.attrs.mode:#o}")
     for name in directory.entries:
         if not is_name(name):
@@ -339,8 +339,8 @@ def _check_directory(directory: Directory, trail: Trail | None) -> None:
 def _check_attrs(attrs: Attrs, trail: Trail | None) -> None:
     if not (0 <= attrs.uid <= MAX_ID and 0 <= attrs.gid <= MAX_ID):
         raise LimitError(f"{show(trail)}: owner {attrs.uid}:{attrs.gid}; ids of Linux end at {MAX_ID}")
-    if not (-(1 << 63) <= attrs.mtime < 1 << 63 and 0 <= attrs.nsec < NSEC_PER_SEC):
-        raise LimitError(f"{show(trail)}: its time is {attrs.mtime} s, {attrs.nsec} ns; seconds of EROFS have 64 bits")
+    if not -(1 << 63) <= attrs.mtime < 1 << 63:
+        raise LimitError(f"{show(trail)}: its time is {attrs.mtime} seconds; those of EROFS have 64 bits")
     if not 0 <= attrs.mode <= 0xFFFF:
         raise MalformedError(f"{show(trail)}: the mode {attrs.mode:#o} has more than 16 bits")
 

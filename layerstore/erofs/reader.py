@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import stat
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from operator import itemgetter
+from collections.abc import Iterator
 from struct import iter_unpack
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
-from layerstore.digest import Digest
-from layerstore.erofs.crc32c import superblock_checksum
 from layerstore.erofs.directory import Entry, decode_block, search_block
 from layerstore.erofs.format import (
     BLOCK_BITS,
     BLOCK_MAP_ENTRY_SIZE,
     CHUNK_INDEX_SIZE,
     COMPACT_INODE_SIZE,
-    DEVICE_SLOT_SIZE,
     EROFS_CHUNK_FORMAT_48BIT,
     EROFS_CHUNK_FORMAT_BLKBITS_MASK,
     EROFS_CHUNK_FORMAT_INDEXES,
-    EROFS_FEATURE_COMPAT_SB_CHKSUM,
-    EROFS_FEATURE_INCOMPAT_DEVICE_TABLE,
     EROFS_I_ALL,
     EROFS_I_DATALAYOUT_BIT,
     EROFS_I_DATALAYOUT_MASK,
@@ -38,34 +29,24 @@ from layerstore.erofs.format import (
     EROFS_INODE_CHUNK_BASED,
     EROFS_INODE_FLAT_INLINE,
     EROFS_INODE_FLAT_PLAIN,
-    EROFS_ISLOTBITS,
     EROFS_NULL_ADDR,
-    EROFS_SUPER_MAGIC_V1,
-    EROFS_SUPER_OFFSET,
-    INCOMPAT_READ,
     INODE_SIZE,
     LAYOUT_NAMES,
-    MAX_BLOCK_BITS,
     MAX_FILE_SIZE,
     MAX_XATTR_VALUE,
-    MIN_BLOCK_BITS,
-    SUPER_SIZE,
     SYMLINK_MAX,
     XATTR_ENTRY_SIZE,
     ChunkIndex,
-    DeviceSlot,
     InodeCompact,
     InodeExtended,
-    SuperBlock,
-    incompat_names,
-    rdev_decode,
     round_up,
     xattr_ibody_size,
 )
-from layerstore.erofs.layout import HOLE, Chunked, Device, address
+from layerstore.erofs.layout import HOLE, Chunked, address
+from layerstore.erofs.node import Node, Run
+from layerstore.erofs.volume import ImageSource, Volume
 from layerstore.erofs.xattrs import decode_entry, decode_xattrs
 from layerstore.errors import (
-    CorruptError,
     LimitError,
     MalformedError,
     NotFoundError,
@@ -73,27 +54,14 @@ from layerstore.errors import (
     UsageError,
     printable,
 )
-from layerstore.tree.inode import Attrs, ByteSource, Xattrs
+from layerstore.tree.inode import Attrs, Xattrs
 
-T = TypeVar("T")
-
-_PIECE_BITS = 16
-"""Metadata is read in pieces of 64 KiB …"""
-_PIECES = 32
-"""… of which the last 32 are kept."""
 _TABLE_PIECE = 1 << 16
 """Bytes of a chunk table that are read at once."""
 _MAX_LINKS = 40
 """Symbolic links followed in one lookup, as in Linux."""
 _SHARED_KEPT = 256
 """Shared xattrs kept decoded, of at most 64 KiB each."""
-
-
-class ImageSource(ByteSource, Protocol):
-    """An image's bytes, and how many there are: a blob of a store, a local file."""
-
-    @property
-    def size(self) -> int: ...
 
 
 class Devices(Protocol):
@@ -104,185 +72,13 @@ class Devices(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """An inode as it is on disk.
-
-    Attributes:
-        nid: its number.
-        attrs: what stat and listxattr tell, the xattr that marks a directory opaque among them.
-        size: in bytes, as stat has it.
-        nlink: as it is stored.
-        layout: EROFS_INODE_*, how its data is found.
-        union: ``i_u``: start block, device number or chunk format.
-        body: byte offset in the image behind the inode and its xattrs.
-        name_filter: ``h_name_filter``.
-        i_ino: the number for 32-bit stat.
-        extended: whether it is an ``erofs_inode_extended``.
-    """
-
-    nid: int
-    attrs: Attrs
-    size: int
-    nlink: int
-    layout: int
-    union: int
-    body: int
-    name_filter: int
-    i_ino: int
-    extended: bool
-
-    @property
-    def kind(self) -> int:
-        """The S_IFMT part of the mode."""
-        return stat.S_IFMT(self.attrs.mode)
-
-    @property
-    def is_directory(self) -> bool:
-        return stat.S_ISDIR(self.attrs.mode)
-
-    @property
-    def rdev(self) -> tuple[int, int]:
-        """(major, minor) of a device."""
-        return rdev_decode(self.union) if self.kind in (stat.S_IFCHR, stat.S_IFBLK) else (0, 0)
-
-    @property
-    def is_whiteout(self) -> bool:
-        return stat.S_ISCHR(self.attrs.mode) and self.union == 0
-
-
-class Run(NamedTuple):
-    """``length`` bytes at ``offset`` of a file are at byte ``at`` of ``device``; device 0 is the image itself."""
-
-    offset: int
-    length: int
-    device: int
-    at: int
-
-
-class Image:
-    """An EROFS image.
-
-    Attributes:
-        source: its bytes.
-        size: how many.
-        superblock: of the image.
-        slots: the device table as it is.
-        block_size: in bytes.
-    """
+class Image(Volume):
+    """An EROFS image: its inodes, their data, its directories."""
 
     def __init__(self, source: ImageSource, *, verify: bool = True) -> None:
-        """Read superblock and device table.
-
-        Args:
-            source: stays open as long as the image is used.
-            verify: whether the superblock's checksum is compared, where it has one. Only for a look at a broken image.
-
-        Raises:
-            MalformedError: no EROFS image, or one that contradicts itself.
-            CorruptError: the checksum differs.
-            UnsupportedError: it needs a feature that isn't handled here; the message names it.
-        """
-        self.source = source
-        self.size = source.size
-        self._pieces: dict[int, bytes] = {}
+        """As :class:`Volume`."""
+        super().__init__(source, verify=verify)
         self._shared: dict[int, tuple[bytes, bytes]] = {}
-        self.superblock = SuperBlock.unpack(self.bytes_at(EROFS_SUPER_OFFSET, SUPER_SIZE))
-        self._check_superblock()
-        self.block_size = 1 << self.superblock.blkszbits
-        if verify:
-            self.verify_checksum()
-        self.slots = self._read_slots()
-        self._starts = sorted((slot.uniaddr, number) for number, slot in enumerate(self.slots, 1) if slot.uniaddr)
-        self._device_mask = (1 << len(self.slots).bit_length()) - 1
-
-    def _check_superblock(self) -> None:
-        superblock = self.superblock
-        if superblock.magic != EROFS_SUPER_MAGIC_V1:
-            raise MalformedError("not an EROFS image: its magic number is missing", offset=EROFS_SUPER_OFFSET)
-        unknown = superblock.feature_incompat & ~INCOMPAT_READ
-        if unknown:
-            raise UnsupportedError(
-                f"the EROFS image needs features that aren't handled here: {incompat_names(unknown)}"
-            )
-        if not MIN_BLOCK_BITS <= superblock.blkszbits <= MAX_BLOCK_BITS:
-            raise MalformedError(f"the EROFS image has blocks of 2^{superblock.blkszbits} bytes")
-        if superblock.dirblkbits:
-            raise UnsupportedError("the EROFS image has directory blocks of a size of their own")
-
-    def checksum(self) -> int:
-        """What the superblock's checksum should be."""
-        end = self.block_size if self.block_size > EROFS_SUPER_OFFSET else EROFS_SUPER_OFFSET + self.block_size
-        return superblock_checksum(self.bytes_at(0, end))
-
-    def verify_checksum(self) -> None:
-        """Compare the superblock's checksum, where it has one.
-
-        Raises:
-            CorruptError: it differs.
-        """
-        superblock = self.superblock
-        if superblock.feature_compat & EROFS_FEATURE_COMPAT_SB_CHKSUM:
-            actual = self.checksum()
-            if actual != superblock.checksum:
-                raise CorruptError(
-                    "the checksum of the EROFS superblock differs",
-                    expected=f"{superblock.checksum:#010x}",
-                    actual=f"{actual:#010x}",
-                )
-
-    def _read_slots(self) -> tuple[DeviceSlot, ...]:
-        superblock = self.superblock
-        if not superblock.feature_incompat & EROFS_FEATURE_INCOMPAT_DEVICE_TABLE:
-            return ()
-        table = self.bytes_at(superblock.devt_slotoff * DEVICE_SLOT_SIZE, superblock.extra_devices * DEVICE_SLOT_SIZE)
-        return tuple(DeviceSlot(*values) for values in DeviceSlot.STRUCT.iter_unpack(table))
-
-    def bytes_at(self, offset: int, length: int) -> bytes:
-        """Bytes of the image.
-
-        Raises:
-            MalformedError: it ends before that.
-        """
-        if offset + length > self.size:
-            raise MalformedError(f"{length} bytes at {offset} are outside of the image, which has {self.size}")
-        number = offset >> _PIECE_BITS
-        start = number << _PIECE_BITS
-        if offset + length > start + (1 << _PIECE_BITS):
-            return self.source.read_at(offset, length)
-        piece = self._pieces.get(number)
-        if piece is None:
-            piece = self.source.read_at(start, min(1 << _PIECE_BITS, self.size - start))
-            if len(self._pieces) >= _PIECES:
-                self._pieces.pop(next(iter(self._pieces)), None)
-            self._pieces[number] = piece
-        return piece[offset - start : offset - start + length]
-
-    # ---- devices
-
-    @cached_property
-    def devices(self) -> tuple[Device, ...]:
-        """The packs by their digests, in order.
-
-        Raises:
-            MalformedError: a slot's tag is no digest.
-        """
-        return tuple(Device(Digest.parse(f"sha256:{slot.tag.decode('latin-1')}"), slot.blocks) for slot in self.slots)
-
-    def bind(self, packs: Mapping[Digest, T]) -> list[T]:
-        """What ``packs`` has for each device, in the order in which the kernel and :class:`Devices` want them.
-
-        The kernel maps devices by order alone and reads wrong bytes without an error, so they are found by digest.
-
-        Raises:
-            NotFoundError: one is missing; the message names it.
-        """
-        bound = []
-        for number, device in enumerate(self.devices, 1):
-            if device.digest not in packs:
-                raise NotFoundError(f"device {number} of the image is missing: pack {device.digest}")
-            bound.append(packs[device.digest])
-        return bound
 
     # ---- inodes
 
@@ -292,9 +88,6 @@ class Image:
         if not root.is_directory:
             raise MalformedError("the root of the image is not a directory")
         return root
-
-    def offset_of(self, nid: int) -> int:
-        return (self.superblock.meta_blkaddr << self.superblock.blkszbits) + (nid << EROFS_ISLOTBITS)
 
     def node(self, nid: int) -> Node:
         """The inode with this number.
@@ -398,7 +191,7 @@ class Image:
         full = blocks * self.block_size if node.layout == EROFS_INODE_FLAT_PLAIN else (blocks - 1) * self.block_size
         full = max(0, min(full, node.size))
         if full and not (node.layout == EROFS_INODE_FLAT_PLAIN and node.union == EROFS_NULL_ADDR):
-            device, block = self._unified(node.nid, node.union, -(-full // self.block_size))
+            device, block = self.unified(node.nid, node.union, -(-full // self.block_size))
             yield Run(0, full, device, block * self.block_size)
         tail = node.size - full
         if tail:
@@ -428,7 +221,7 @@ class Image:
                     yield HOLE if block == EROFS_NULL_ADDR else block
             else:
                 for _, device, block in ChunkIndex.STRUCT.iter_unpack(table):
-                    yield HOLE if block == EROFS_NULL_ADDR else address(device & self._device_mask, block)
+                    yield HOLE if block == EROFS_NULL_ADDR else address(device & self.device_mask, block)
 
     def _chunk_runs(self, node: Node, start: int, end: int) -> Iterator[Run]:
         """The runs of whole chunks that hold bytes ``start`` to ``end``."""
@@ -452,7 +245,7 @@ class Image:
         if device == 0:
             bits = self.chunk_bits(node)
             length = min(1 << bits, node.size - (number << bits))
-            return self._unified(node.nid, block, -(-length // self.block_size))
+            return self.unified(node.nid, block, -(-length // self.block_size))
         if device > len(self.slots):
             raise MalformedError(f"inode {node.nid}: chunk {number} is on device {device}, which isn't there")
         return device, block
@@ -474,17 +267,6 @@ class Image:
                 whole = run
         if whole is not None:
             yield whole
-
-    def _unified(self, nid: int, block: int, count: int) -> tuple[int, int]:
-        """The device that holds these blocks of the unified space, and the block there at which they begin."""
-        if block + count <= min(self.superblock.blocks, self.size // self.block_size):
-            return 0, block
-        at = bisect_right(self._starts, block, key=itemgetter(0)) - 1
-        if at >= 0:
-            start, number = self._starts[at]
-            if block + count <= start + self.slots[number - 1].blocks:
-                return number, block - start
-        raise MalformedError(f"inode {nid}: {count} blocks at {block} are outside of the image and its devices")
 
     def chunks(self, node: Node) -> Chunked:
         """Where the chunks of a file lie, as it was written.

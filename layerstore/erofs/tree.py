@@ -9,7 +9,8 @@ from __future__ import annotations
 import stat
 
 from layerstore.erofs.format import BLOCK_BITS, EROFS_INODE_CHUNK_BASED
-from layerstore.erofs.reader import Devices, Image, Node
+from layerstore.erofs.node import Node
+from layerstore.erofs.reader import Devices, Image
 from layerstore.erofs.trail import Trail, show
 from layerstore.erofs.xattrs import OPAQUE
 from layerstore.errors import MalformedError
@@ -53,7 +54,6 @@ class _Loader:
         self._sources: list[ByteSource] = [
             DeviceSource(image, device, devices) for device in range(len(image.slots) + 1)
         ]
-        self._attrs: dict[Attrs, Attrs] = {}
         self._linked: dict[int, Inode] = {}
 
     def load(self) -> Directory:
@@ -92,12 +92,12 @@ class _Loader:
         if opaque:
             del marks[OPAQUE]
             attrs = attrs._replace(xattrs=tuple(marks.items()))
-        directory = Directory(self._interned(attrs))
+        directory = Directory(attrs)
         directory.opaque = opaque
         return directory
 
     def _inode(self, node: Node) -> Inode:
-        attrs = self._interned(node.attrs)
+        attrs = node.attrs
         if node.kind == stat.S_IFREG:
             return self._file(node, attrs)
         if node.kind == stat.S_IFLNK:
@@ -115,6 +115,3 @@ class _Loader:
         if node.layout == EROFS_INODE_CHUNK_BASED and image.superblock.blkszbits == BLOCK_BITS:
             file.chunks = image.chunks(node)
         return file
-
-    def _interned(self, attrs: Attrs) -> Attrs:
-        return self._attrs.setdefault(attrs, attrs)

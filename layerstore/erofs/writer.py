@@ -31,6 +31,7 @@ from layerstore.erofs.format import (
     EROFS_FEATURE_COMPAT_XATTR_FILTER,
     EROFS_FEATURE_INCOMPAT_CHUNKED_FILE,
     EROFS_FEATURE_INCOMPAT_DEVICE_TABLE,
+    EROFS_FT_CHRDEV,
     EROFS_FT_DIR,
     EROFS_I_DATALAYOUT_BIT,
     EROFS_I_VERSION_MASK,
@@ -55,7 +56,7 @@ from layerstore.erofs.placement import WINDOW, Placement, Visit, XattrBodies, pl
 from layerstore.erofs.trail import Trail, show
 from layerstore.erofs.xattrs import icount
 from layerstore.errors import MalformedError, os_errors
-from layerstore.tree.inode import Directory, File, Inode, Special, Symlink, Whiteout
+from layerstore.tree.inode import Attrs, Directory, File, Inode, Special, Symlink, Whiteout
 
 _PIECE = 1 << 20
 _HOLE_INDEX = ChunkIndex(0xFFFF, 0, EROFS_NULL_ADDR).pack()
@@ -212,7 +213,7 @@ class _Writer:
                     entries.append(Entry(name, plan.directories[id(inode)], EROFS_FT_DIR))
                 else:
                     nid = own.get(id(inode)) or plan.linked[id(inode)]
-                    entries.append(Entry(name, nid, FILE_TYPES[stat.S_IFMT(_mode(inode))]))
+                    entries.append(Entry(name, nid, _file_type(inode)))
 
         blocks = list(encode_blocks(entries))
         tail = blocks[-1]
@@ -224,14 +225,18 @@ class _Writer:
         else:
             tail = b""
         start = self._append_blocks(blocks)
-        body = self._bodies.of(here.directory, here.trail)
-        head = self._head(here.directory, layout, body, size, start, number, 2 + subdirectories)
+        attrs = here.directory.attrs
+        body = self._bodies.of(attrs.xattrs, here.directory.opaque, here.trail)
+        head = _head(attrs, layout, body, size, start, number, 2 + subdirectories)
         self._inodes.put(places[0] << EROFS_ISLOTBITS, head + body + tail)
 
     def _write_inode(self, inode: Inode, nid: int, number: int, trail: Trail) -> None:
         """Write a non-directory."""
         shape = shape_of(inode, trail)
-        body = self._bodies.of(inode, trail)
+        attrs = inode.attrs
+        if isinstance(inode, Whiteout):
+            attrs = attrs._replace(mode=stat.S_IFCHR | stat.S_IMODE(attrs.mode))
+        body = self._bodies.of(attrs.xattrs, False, trail)
         union = 0
         data = b""
         if isinstance(inode, File):
@@ -251,25 +256,8 @@ class _Writer:
         elif isinstance(inode, Special):
             union = rdev_encode(inode.major, inode.minor)
         links = self._plan.links.get(id(inode), 1)
-        head = self._head(inode, shape.layout, body, shape.size, union, number, links)
+        head = _head(attrs, shape.layout, body, shape.size, union, number, links)
         self._inodes.put(nid << EROFS_ISLOTBITS, head + body + data)
-
-    def _head(self, inode: Inode, layout: int, body: bytes, size: int, union: int, number: int, links: int) -> bytes:
-        attrs = inode.attrs
-        return InodeExtended(
-            i_format=EROFS_I_VERSION_MASK | layout << EROFS_I_DATALAYOUT_BIT,
-            i_xattr_icount=icount(body),
-            i_mode=_mode(inode),
-            i_nb=0,
-            i_size=size,
-            i_u=union,
-            i_ino=number & 0xFFFF_FFFF,
-            i_uid=attrs.uid,
-            i_gid=attrs.gid,
-            i_mtime=attrs.mtime,
-            i_mtime_nsec=attrs.nsec,
-            i_nlink=links,
-        ).pack()
 
     def _append_blocks(self, blocks: Sequence[bytes]) -> int:
         """Add blocks, filled up with zeros, to the data area; returns the number of the first."""
@@ -338,9 +326,25 @@ def _pieces(source: BinaryIO) -> Iterator[bytes]:
         yield piece
 
 
-def _mode(inode: Inode) -> int:
-    mode = inode.attrs.mode
-    return stat.S_IFCHR | stat.S_IMODE(mode) if isinstance(inode, Whiteout) else mode
+def _head(attrs: Attrs, layout: int, body: bytes, size: int, union: int, number: int, links: int) -> bytes:
+    return InodeExtended(
+        i_format=EROFS_I_VERSION_MASK | layout << EROFS_I_DATALAYOUT_BIT,
+        i_xattr_icount=icount(body),
+        i_mode=attrs.mode,
+        i_nb=0,
+        i_size=size,
+        i_u=union,
+        i_ino=number & 0xFFFF_FFFF,
+        i_uid=attrs.uid,
+        i_gid=attrs.gid,
+        i_mtime=attrs.mtime,
+        i_mtime_nsec=attrs.nsec,
+        i_nlink=links,
+    ).pack()
+
+
+def _file_type(inode: Inode) -> int:
+    return EROFS_FT_CHRDEV if isinstance(inode, Whiteout) else FILE_TYPES[inode.kind]
 
 
 def _uuid(content: bytes) -> UUID:

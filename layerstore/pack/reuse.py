@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerstore.digest import Digest
-from layerstore.errors import CorruptError, NotFoundError
+from layerstore.errors import CorruptError, MalformedError, NotFoundError, UnsupportedError
 from layerstore.pack.chunks import ChunkTable
 from layerstore.pack.format import BLOCK_SIZE, ChunkRecord, unpack_chunk_list
 from layerstore.pack.reader import read_span
@@ -52,7 +52,7 @@ def find(table: ChunkTable, packs: Iterable[StoredPack], store: Store, warn: Cal
     for pack in packs:
         try:
             found = _lookup(table.keys, pack, store)
-        except (NotFoundError, CorruptError) as error:
+        except (NotFoundError, CorruptError, MalformedError, UnsupportedError) as error:
             warn(f"not reusing pack {pack.digest}: {error}")
             continue
         if found:

@@ -18,7 +18,7 @@ from layerstore.errors import ConflictError, CorruptError, NotFoundError, Permis
 from layerstore.oci.descriptor import Descriptor
 from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import Lease, Store, WriteStore
-from layerstore.store.reach import Documents, is_document, walk
+from layerstore.store.reach import Documents, is_document, present_target, walk
 from layerstore.store.reading import pieces
 
 LEASE_SECONDS = 86_400
@@ -62,14 +62,15 @@ def copy(
     """
     if jobs < 1:
         raise UsageError(f"{jobs} jobs copy nothing")
-    new_name = rename or name
+    new_name = name if rename is None else rename
     target = source.resolve(name)
     expected = _expected(new_name, target, destination, replace)
     with ExitStack() as stack:
-        leases = _Leases(_lease(source), stack.enter_context(destination.lease(seconds=LEASE_SECONDS)))
-        if leases.source is not None:
-            stack.enter_context(leases.source)
-            leases.source.pin([target.digest])
+        source_lease = _lease(source)
+        if source_lease is not None:
+            stack.enter_context(source_lease)
+            source_lease.pin([target.digest])
+        leases = _Leases(source_lease, stack.enter_context(destination.lease(seconds=LEASE_SECONDS)))
         what = f"reference {name!r} in {source.location}"
         reached = list(walk(Documents(source), target, what))
         digests = [descriptor.digest for descriptor in reached]
@@ -89,11 +90,8 @@ def copy(
 
 
 def _expected(name: str, target: Descriptor, destination: WriteStore, replace: bool) -> Descriptor | None:
-    try:
-        present = destination.resolve(name)
-    except NotFoundError:
-        return None
-    if present.digest != target.digest and not replace:
+    present = present_target(destination, name)
+    if present is not None and present.digest != target.digest and not replace:
         raise ConflictError(
             f"reference {name!r} in {destination.location} stands for {present.digest}, not {target.digest}: "
             "choose another name or say to replace it"

@@ -30,6 +30,7 @@ from layerstore.store.lease import DirectoryLease, LeaseDirectory
 from layerstore.store.locks import LOCK_SECONDS, FileLock
 from layerstore.store.names import decode_name, encode_name
 from layerstore.store.protocol import ALGORITHMS, BlobInfo, Lease, Reference
+from layerstore.store.reach import present_target
 from layerstore.store.reading import is_intact
 from layerstore.store.staging import (
     ScratchDirectory,
@@ -188,7 +189,7 @@ class DirectoryStore:
             lease.check()
             self._check_present(name, target, needed)
             with self._references_lock.exclusive():
-                self._compare(name, self._present(name), expected)
+                self._compare(name, present_target(self, name), expected)
                 with disk_errors(f"write reference {name!r}"):
                     write_file(path, ReferenceDocument(name, target).to_bytes())
 
@@ -308,12 +309,6 @@ class DirectoryStore:
             raise ConflictError(f"reference {name!r} is not written: {error}; publish again") from error
         if size != target.size:
             raise CorruptError(f"blob {target.digest}", expected=f"{target.size} bytes", actual=f"{size}")
-
-    def _present(self, name: str) -> Descriptor | None:
-        try:
-            return self.resolve(name)
-        except NotFoundError:
-            return None
 
     def _compare(self, name: str, present: Descriptor | None, expected: Descriptor | None) -> None:
         found, wanted = (None if each is None else each.digest for each in (present, expected))

@@ -122,3 +122,11 @@ def walk(documents: Documents, root: Descriptor, what: str) -> Iterator[Descript
         if digest not in yielded and (descended or not link.optional or documents.has(descriptor)):
             yielded.add(digest)
             yield descriptor
+
+
+def present_target(store: Store, name: str) -> Descriptor | None:
+    """What a reference stands for now; None if it does not exist."""
+    try:
+        return store.resolve(name)
+    except NotFoundError:
+        return None

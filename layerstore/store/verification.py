@@ -15,7 +15,7 @@ from layerstore.errors import ConflictError, CorruptError, ImgtoolError, NotFoun
 from layerstore.oci.descriptor import Descriptor
 from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import PruneStore, Store
-from layerstore.store.reach import Documents, walk
+from layerstore.store.reach import Documents, present_target, walk
 from layerstore.store.reading import is_intact
 
 
@@ -99,6 +99,9 @@ def verify(
             yield Finding(Fault.REFERENCE, str(error), reference=name)
             continue
         findings = list(_verify_reference(store, documents, name, target, bad))
+        current = present_target(store, name) if findings else target
+        if current is None or current.digest != target.digest:
+            continue  # deleted or replaced meanwhile, and what it reached swept
         yield from findings
         if check is not None and not findings and target.digest not in checked:
             checked.add(target.digest)

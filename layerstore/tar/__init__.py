@@ -19,8 +19,9 @@ compressed by gzip, zstd, xz or bzip2, whatever its media type claims. What come
 
 What the archive says and how it is taken:
 
-* PAX beats GNU long names beats ustar. An empty PAX value unsets its keyword, but an extended attribute may be empty.
-  Global headers may set ids, times and attributes, never names, sizes or maps.
+* PAX beats GNU long names beats ustar; of two headers of one kind before a member the second counts. An empty PAX
+  value unsets its keyword, but an extended attribute may be empty. Global headers may set ids, times and attributes,
+  never names, sizes or maps.
 * Whatever breaks the format is refused with the member's name and offset: a bad checksum anywhere, numbers that are
   none, ids outside 0 to 4,294,967,294, times outside 64 bits, a cut header or body, a record with a wrong length.
 * Links, directories, devices and FIFOs have no body, whatever their size field says; if one follows all the same, the

@@ -156,13 +156,17 @@ class MemberReader:
             if header.typeflag == fmt.XGLTYPE:
                 self._apply_global(records, name, pos)
             else:
+                if self._pending.records is not None:
+                    self._warn(
+                        f"two extended headers before one member: {_show(name)} at byte {pos} replaces the first"
+                    )
                 self._pending.records = records
         return self._last.next
 
     def _apply_global(self, records: pax.Records, name: bytes, pos: int) -> None:
         for key, value in records:
             if value and (key in _GLOBAL_REFUSED or key.startswith(pax.SPARSE)):
-                raise _malformed(name, f"global header sets {printable(key)} for all members", pos)
+                raise _malformed(name, f"global header sets {printable(key[:64])} for all members", pos)
         self._global_bytes += self._last.size
         if self._global_bytes > fmt.GLOBAL_BYTES:
             raise LimitError(f"layer has more than {fmt.GLOBAL_BYTES} bytes of global headers, which is the limit")
@@ -189,7 +193,7 @@ class MemberReader:
             self._skip(flag, name, pos, size)
             return None
         if kind == stat.S_IFREG and name.endswith(b"/") and flag in _FILES:
-            if size or flag == fmt.GNUTYPE_SPARSE:
+            if size or flag == fmt.GNUTYPE_SPARSE or (keywords is not None and keywords.sparse):
                 raise _malformed(name, "a regular file whose name ends in a slash", pos)
             kind = stat.S_IFDIR
         skipped = size > 0 and flag in _HEADER_ONLY

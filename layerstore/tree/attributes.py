@@ -28,7 +28,7 @@ def escape(attrs: Attrs, path: bytes, warn: Callable[[str], None]) -> Attrs:
     Raises:
         MalformedError: an escaped name would be too long.
     """
-    if not any(name.startswith(OVERLAY_PREFIX) for name, _ in attrs.xattrs):
+    if not attrs.xattrs or not any(name.startswith(OVERLAY_PREFIX) for name, _ in attrs.xattrs):
         return attrs
     pairs: list[tuple[bytes, bytes]] = []
     for name, value in attrs.xattrs:

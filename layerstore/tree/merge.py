@@ -165,7 +165,7 @@ class Merge:
         attrs = escape(member.attrs, member.path, self._warn)
         kind = member.kind
         if kind == stat.S_IFREG:
-            extents = tuple(Extent(offset, length, source, at) for offset, length, at in member.data)
+            extents = tuple([Extent(offset, length, source, at) for offset, length, at in member.data])
             return File(attrs, member.size, extents)
         if kind == stat.S_IFLNK:
             return Symlink(attrs, member.target)

@@ -193,16 +193,16 @@ class View:
     def _strip(self, top: Node) -> None:
         """Leave what the current layer has added. Directories that it only implies lose the attributes from below.
 
-        Where ``below`` is None there is nothing to do in the whole subtree, so each directory is visited once a layer.
+        Where ``below`` is None nothing deeper is left to do, so each directory's entries are visited once a layer.
         """
         stack = [top]
         while stack:
             node = stack.pop()
+            if node.claim is not Claim.DECLARED:
+                node.attrs = IMPLIED
             if node.below is None:
                 continue
             for name in [name for name in node.entries if not self.added(node, name)]:
                 del node.entries[name]
             stack.extend(child for child in node.entries.values() if isinstance(child, Node))
             node.below = node.base = node.again = None
-            if node.claim is not Claim.DECLARED:
-                node.attrs = IMPLIED

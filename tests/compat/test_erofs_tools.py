@@ -125,7 +125,7 @@ def test_dump_reads_inodes(tmp_path: Path) -> None:
     data = image_bytes(root, packs.devices)
     (tmp_path / "image").write_bytes(data)
     image = Image(Source(data))
-    options = [*devices_of(packs.save(tmp_path)), tmp_path / "image"]
+    options = [*devices_of(packs.save(tmp_path)), str(tmp_path / "image")]
     tool = need_tool("dump.erofs", "1.8")
     for path in ("/files/spread", "/files/largest-inline", "/links/l2", "/dev/odd", "/xattrs/binary", "/hard1"):
         shown = run(tool, f"--path={path}", *options)
@@ -160,8 +160,8 @@ def directory_in(root: Directory, name: bytes) -> Directory:
 @pytest.fixture(scope="module")
 def source() -> Iterator[Path]:
     """A tree on disk for mkfs.erofs, with xattrs where the filesystem has them."""
-    with tempfile.TemporaryDirectory(prefix="imgtool-test-", dir="/var/tmp") as path:
-        root = Path(path)
+    with tempfile.TemporaryDirectory(prefix="imgtool-test-", dir="/var/tmp") as name:
+        root = Path(name)
         rng = random.Random(1)
         for directory_number in range(4):
             below = root / f"d{directory_number}"
@@ -178,10 +178,10 @@ def source() -> Iterator[Path]:
         (root / "link").symlink_to("d1")
         (root / "long").symlink_to("x" * 4000)
         os.mkfifo(root / "fifo")
-        with (root / "sparse").open("wb") as file:
-            file.write(b"start")
-            file.seek(1 << 20)
-            file.write(b"end")
+        with (root / "sparse").open("wb") as sparse:
+            sparse.write(b"start")
+            sparse.seek(1 << 20)
+            sparse.write(b"end")
         for path in (root, *root.rglob("*")):
             # mkfs.erofs drops the nanoseconds of what is as old as the image, so nothing may be.
             os.utime(path, ns=(0, rng.randrange(10**18)), follow_symlinks=False)
@@ -255,7 +255,7 @@ def test_images_of_mkfs_are_read_as_they_were_made(tmp_path: Path, source: Path,
     assert check(image) == []
     want = on_disk(source, times=True)
     if "-x-1" in options:
-        want = {path: (made._replace(xattrs=()), *rest) for path, (made, *rest) in want.items()}
+        want = {path: (made._replace(xattrs=()), data, links) for path, (made, data, links) in want.items()}
     assert in_image(load_tree(image), times=True) == want
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from support import sandboxes
 from support.sandboxes import directory, file, shell_layer, symlink
 from support.tools import need_tool
 
-from layerstore.errors import NotFoundError, UsageError
+from layerstore.errors import ConflictError, NotFoundError, UnavailableError, UsageError
 from layerstore.oci.config import RunConfig
 from overlay import mountinfo
 from overlay.bundle import write_bundle
@@ -226,6 +227,28 @@ def test_signals_are_passed_on(sandbox: Sandbox, runtime: str, number: signal.Si
     assert outcome.exit_code == 33
 
 
+def test_what_the_terminal_sends_arrives_once(sandbox: Sandbox, runtime: str) -> None:
+    """Ctrl-C goes to the whole foreground process group; it must not be passed on a second time."""
+    child, terminal = pty.fork()
+    if child == 0:
+        code = 99
+        try:
+            script = (
+                "n=0; trap 'n=$((n+1))' INT; echo ready; while [ $n = 0 ]; do sleep 0.02; done; sleep 0.2\nexit 4$n"
+            )
+            code = run(sandbox, ["sh", "-c", script], RunConfig(), runtime=runtime).exit_code
+        finally:
+            os._exit(code)
+    try:
+        while b"ready" not in os.read(terminal, 100):
+            pass
+        os.write(terminal, b"\x03")
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        os.close(terminal)
+    assert code == 41
+
+
 def test_removing_a_sandbox_stops_what_runs_in_it(node: Sandboxes, layer: MountableLayer, runtime: str) -> None:
     sandbox = node.create([layer], image={}, mode="eager", id="stop")
     reader, writer = os.pipe()
@@ -289,6 +312,25 @@ def test_a_bundle_starts_with_the_runtime_itself(sandbox: Sandbox, oci_runtime: 
         text=True,
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "1000\n/tmp\nbox\nb\n", "")
+
+
+def test_a_sandbox_that_is_not_mounted_runs_nothing(sandbox: Sandbox, runtime: str) -> None:
+    umount(sandbox.rootfs)
+    with pytest.raises(ConflictError, match="not mounted"):
+        run(sandbox, ["sh", "-c", "true"], RunConfig(), runtime=runtime)
+
+
+def test_a_chroot_that_can_not_be_set_up_says_why(node: Sandboxes, layer: MountableLayer) -> None:
+    sandbox = node.create([layer], image={}, mode="eager", id="odd")
+    os.rename(sandbox.rootfs + "/proc", sandbox.rootfs + "/elsewhere")
+    os.symlink("elsewhere", sandbox.rootfs + "/proc")
+    with pytest.raises(UnavailableError, match=r"/proc of the image is not a directory"):
+        run(sandbox, ["sh", "-c", "true"], RunConfig(), runtime=CHROOT)
+    Path(sandbox.directory, "runs").write_text("in the way")
+    with pytest.raises(UnavailableError, match="start command in a chroot"):
+        run(sandbox, ["sh", "-c", "true"], RunConfig(), runtime=CHROOT)
+    os.unlink(sandbox.directory + "/runs")
+    node.remove("odd")
 
 
 def test_runtimes_are_found(tmp_path: Path) -> None:

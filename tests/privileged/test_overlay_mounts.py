@@ -6,7 +6,7 @@ import os
 import stat
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -539,10 +539,11 @@ def test_without_root_one_clear_line(here: Path) -> None:
             os.setgid(65534)
             os.setuid(65534)
             refused = 0
-            for attempt in (
+            attempts: list[Callable[[], None]] = [
                 lambda: mount_erofs(layer.image, layer.devices, merged),
                 lambda: mount_overlay([lower], upper, work, merged, checked=True),
-            ):
+            ]
+            for attempt in attempts:
                 try:
                     attempt()
                 except PermissionError_ as error:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,8 +51,8 @@ def test_a_root_on_tmpfs_is_bad_and_nothing_stays(here: Path) -> None:
 
 def test_what_the_kernel_lacks_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = os.uname_result(("Linux", "host", "6.1.0-18-amd64", "#1", "x86_64"))
-    monkeypatch.setattr(probe.os, "uname", lambda: release)
-    monkeypatch.setattr(probe.shutil, "which", lambda name, path: None)
+    monkeypatch.setattr(os, "uname", lambda: release)
+    monkeypatch.setattr(shutil, "which", lambda name, path: None)
     found = findings(here)
     assert found["kernel"].status == "missing"
     assert "6.12" in found["kernel"].advice

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -472,7 +473,7 @@ def die_at(count: int) -> None:
 
     for name in ("mkdir", "link", "unlink", "rmdir", "rename", "chmod", "open"):
         setattr(os, name, counting(getattr(os, name)))
-    fcntl.flock = counting(fcntl.flock)
+    setattr(fcntl, "flock", counting(fcntl.flock))  # noqa: B010 - its type says that it can't be
     for module in (layers_module, sandbox_module, scratch_module):
         module.umount = counting(umount)  # type: ignore[attr-defined]
     FsContext.create = counting(FsContext.create)  # type: ignore[assignment, method-assign]
@@ -557,7 +558,8 @@ def test_many_at_once_on_one_layer(root: str, layers: list[MountableLayer]) -> N
             node.recover()
 
     children = []
-    for work in (lambda: churn(1), lambda: churn(2), lambda: churn(3), recovering):
+    works: list[Callable[[], None]] = [partial(churn, 1), partial(churn, 2), partial(churn, 3), recovering]
+    for work in works:
         child = os.fork()
         if child == 0:
             code = 1
@@ -689,7 +691,8 @@ def test_without_root_one_clear_line(root: str, layers: list[MountableLayer]) ->
         os.setgid(65534)
         os.setuid(65534)
         node = Sandboxes(root)
-        for call in (lambda: create(node, layers), lambda: node.remove("box"), node.recover):
+        calls: list[Callable[[], object]] = [lambda: create(node, layers), lambda: node.remove("box"), node.recover]
+        for call in calls:
             try:
                 call()
             except PermissionError_ as error:
@@ -698,5 +701,20 @@ def test_without_root_one_clear_line(root: str, layers: list[MountableLayer]) ->
             else:
                 raise AssertionError
 
+    def look() -> None:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            node.list()
+        except PermissionError_ as error:
+            assert str(error).count("\n") == 0
+        else:
+            raise AssertionError
+
     assert in_child(attempt) == 0
     assert left_in(root) == []
+    node = Sandboxes(root)
+    create(node, layers, id="box")
+    assert in_child(look) == 0
+    node.remove("box")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def test_loop_devices_of_standing_sandboxes_are_left_alone(root: str, layer: Mou
 
 
 def test_a_missing_program_is_named_and_nothing_stays(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_module.shutil, "which", lambda name, path: None)
+    monkeypatch.setattr(shutil, "which", lambda name, path: None)
     with pytest.raises(UnsupportedError, match="install e2fsprogs"):
         create_scratch(root, SIZE)
     assert os.listdir(root) == []

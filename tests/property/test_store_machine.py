@@ -23,7 +23,6 @@ from support.stores import (
     document,
     image,
     index,
-    present,
     put,
 )
 
@@ -32,6 +31,7 @@ from layerstore.errors import ImgtoolError
 from layerstore.store.collect import collect, plan_collection
 from layerstore.store.copying import copy
 from layerstore.store.protocol import Lease, PruneStore
+from layerstore.store.reach import present_target
 from layerstore.store.verification import verify
 
 LAYERS = [b"", b"one", b"two" * 5000]
@@ -149,7 +149,7 @@ class Stores(RuleBasedStateMachine):
         def act(bench: Bench, leases: dict[int, Lease]) -> None:
             if slot in leases:
                 guess = expected.target if expected else None
-                before = present(bench.store, name) if look else guess
+                before = present_target(bench.store, name) if look else guess
                 bench.store.set_reference(
                     name, sample.target, expected=before, lease=leases[slot], reaches=sample.blobs
                 )

@@ -29,7 +29,7 @@ CHUNK_BITS = 2
 def node_root(path: Path) -> str:
     """A root for layers and sandboxes; the test fails where the kernel could not mount from it."""
     need_root()
-    kind = filesystem_name(path)
+    kind = filesystem_name(str(path))
     if kind in ("tmpfs", "overlayfs", "ramfs"):
         pytest.fail(
             f"these tests mount EROFS from files, which {kind} at {path} can't do: use --basetemp", pytrace=False

@@ -16,7 +16,7 @@ from layerstore.store.clock import FileClock
 from layerstore.store.directory import DirectoryStore
 from layerstore.store.memory import MemoryStore
 from layerstore.store.protocol import PruneStore, Store, WriteStore
-from layerstore.store.reach import Documents, walk
+from layerstore.store.reach import Documents, present_target, walk
 from layerstore.store.reading import stream_blob
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -146,19 +146,12 @@ def put_missing(store: WriteStore, sample: Sample) -> None:
             put(store, data)
 
 
-def present(store: Store, name: str) -> Descriptor | None:
-    try:
-        return store.resolve(name)
-    except NotFoundError:
-        return None
-
-
 def publish(store: WriteStore, name: str, sample: Sample) -> None:
     """As publishers do: pin, look, upload, refer."""
     with store.lease() as lease:
         lease.pin(sample.blobs)
         put_missing(store, sample)
-        expected = present(store, name)
+        expected = present_target(store, name)
         store.set_reference(name, sample.target, expected=expected, lease=lease, reaches=sample.blobs)
 
 

@@ -287,6 +287,23 @@ def test_a_passing_error_while_marking_under_the_lock_deletes_nothing(
     assert {blob.digest for blob in collect(bench.store, plan, documents=documents).deleted} == {Digest.of(b"garbage")}
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_reference_deleted_and_swept_while_marking_is_no_error(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    """By another collector; the one that replaces it counts."""
+    publish(bench.store, "other", image(b"other"))
+    publish(bench.store, "name", image(b"before"))
+    stale = list(bench.store.references())
+    unpublish(bench.store, "name")
+    sweep(bench)
+    if replaced:
+        publish(bench.store, "name", image(b"after"))
+    garbage = put(bench.store, b"garbage")
+    monkeypatch.setattr(bench.store, "references", lambda: iter(stale))
+    assert [blob.digest for blob in plan_collection(bench.store, grace=0).doomed] == [garbage]
+
+
 @pytest.mark.case("G04")
 def test_a_document_of_unknown_content_stops_marking(bench: Bench) -> None:
     data = b'{"layers":[{"mediaType":"x","digest":"blake3:00","size":1}]}'

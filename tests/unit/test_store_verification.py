@@ -202,6 +202,23 @@ def test_what_vanishes_meanwhile_is_no_finding(bench: Bench) -> None:
     assert list(findings) == []
 
 
+def test_a_reference_deleted_and_swept_meanwhile_is_no_finding(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = image(b"layer")
+    publish(bench.store, "one", sample)
+    real = bench.store.stat
+
+    def swept(digest: Digest) -> int:
+        monkeypatch.setattr(bench.store, "stat", real)
+        bench.store.delete_reference("one", expected=sample.target)
+        with bench.store.collecting():
+            for each in sample.blobs:
+                bench.store.delete(each)
+        return real(digest)
+
+    monkeypatch.setattr(bench.store, "stat", swept)
+    assert list(verify(bench.store)) == []
+
+
 def test_a_store_that_cannot_be_listed_is_an_error(directory: DirectoryBench) -> None:
     os.rename(directory.path("blobs"), directory.path("gone"))
     with pytest.raises(ImgtoolError, match="blobs"):

@@ -192,6 +192,7 @@ def test_a_file_whose_name_ends_in_a_slash_is_a_directory(name: str, typeflag: b
 @pytest.mark.case("T68")
 def test_a_sparse_file_whose_name_ends_in_a_slash_is_refused() -> None:
     assert "ends in a slash" in str(refused(tar(tars.sparse_gnu("d/", 4096, []))))
+    assert "ends in a slash" in str(refused(tar(tars.sparse_pax("d/", 4096, [], "0.1"))))
 
 
 # links and kinds

@@ -95,6 +95,12 @@ def test_solaris_extended_headers_are_extended_headers() -> None:
     assert only(pax({"path": "real"}, typeflag=b"X"), file("f")).path == b"real"
 
 
+def test_the_second_of_two_extended_headers_counts() -> None:
+    (member,), warnings = read(tar(pax({"path": "first", "size": "9"}), pax({"uid": "5"}), file("f", b"x")))
+    assert (member.path, member.attrs.uid, member.size) == (b"f", 5, 1)
+    assert ["two extended headers" in warning for warning in warnings] == [True]
+
+
 def test_unknown_keywords_and_charsets_change_nothing() -> None:
     assert only(pax({"hdrcharset": "BINARY", "comment": "x", "VENDOR.key": "y", "atime": "x"}), file("f")).path == b"f"
 

@@ -170,6 +170,17 @@ def test_what_a_layer_adds_survives_its_own_whiteouts(marker_first: bool) -> Non
     assert content(at(tree, b"f")) == b"new"
 
 
+@pytest.mark.parametrize("whiteout", [b".wh.d", b".wh..wh..opq"])
+def test_opaque_keeps_attributes_only_until_the_directory_itself_goes(whiteout: bytes) -> None:
+    lower = Layer().dir(b"d", 0o700).file(b"d/old")
+    for markers in itertools.permutations([b"d/.wh..wh..opq", whiteout]):
+        upper = Layer().file(b"d/new")
+        for marker in markers:
+            upper.file(marker)
+        tree = merged(lower, upper)
+        assert names(tree) == [b"d", b"d/new"] and at(tree, b"d").attrs == DEFAULT
+
+
 def test_a_directory_that_only_markers_touched_is_still_removed() -> None:
     lower = Layer().file(b"d/e/x").file(b"d/e/y")
     for markers in itertools.permutations([b"d/e/.wh.x", b"d/.wh.e", b".wh.d", b"d/.wh..wh..opq"]):

@@ -1,0 +1,154 @@
+"""Running arms in turn, and telling what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TOP = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one arm: seconds of wall clock and of processors, and peak memory in bytes."""
+
+    wall: float
+    cpu: float
+    peak: int
+    more: Mapping[str, object] = field(default_factory=dict)
+
+
+def tool(name: str) -> str | None:
+    """A program from ``.tools/bin`` or PATH."""
+    private = TOP / ".tools" / "bin" / name
+    return str(private) if private.exists() else shutil.which(name)
+
+
+def timed(command: str | Sequence[str]) -> Run:
+    """Run a command (a string goes through bash) and account for it and all it started."""
+    shell = isinstance(command, str)
+    argv = ["bash", "-o", "pipefail", "-c", command] if shell else list(command)
+    start = time.perf_counter()
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{command}: exit code {process.returncode}: {errors.decode(errors='replace')[-500:]}")
+    return Run(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def interleaved(arms: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, list[Run]]:
+    """Every arm once a round, in turn; the first round is a warm-up that isn't counted."""
+    runs: dict[str, list[Run]] = {name: [] for name in arms}
+    for number in range(rounds + 1):
+        for name, arm in arms.items():
+            run = arm()
+            if number:
+                runs[name].append(run)
+                print(f"  round {number} {name}: {run.wall:.2f} s", file=sys.stderr)
+    return runs
+
+
+def median(runs: Sequence[Run]) -> float:
+    return statistics.median(run.wall for run in runs)
+
+
+def rows(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, ...]]:
+    """For a table: name, median, spread, CPU seconds, peak memory."""
+    return [
+        (
+            name,
+            f"{median(of):.2f} s",
+            f"{min(run.wall for run in of):.2f}-{max(run.wall for run in of):.2f}",
+            f"{statistics.median(run.cpu for run in of):.2f}",
+            f"{max(run.peak for run in of) / 1e6:.0f} MB",
+        )
+        for name, of in runs.items()
+    ]
+
+
+HEADINGS = ("arm", "median", "spread", "CPU s", "peak")
+
+
+def table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> None:
+    """Print a Markdown table, ready for the documentation."""
+    print("| " + " | ".join(headings) + " |")
+    print("|" + " --- |" * len(headings))
+    for row in body:
+        print("| " + " | ".join(map(str, row)) + " |")
+
+
+def environment() -> dict[str, object]:
+    return {
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "processors": os.cpu_count(),
+        "model": next(
+            (line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), ""
+        ),
+        "load": os.getloadavg(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def parser(description: str, *, images: bool = True, rounds: int = 5) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description)
+    if images:
+        made.add_argument("images", type=Path, metavar="DIR", help="made by python -m benchmarks.images")
+    made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--json", type=Path, metavar="FILE")
+    made.add_argument("--work", type=Path, default=Path("/var/tmp/imgtool-benchmark"), help="removed before and after")
+    return made
+
+
+def fresh(path: Path) -> Path:
+    """An empty directory."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def save(path: Path | None, result: Mapping[str, object]) -> None:
+    if path is not None:
+        path.write_text(json.dumps({"environment": environment(), **result}, indent=2, default=vars))
+
+
+def layer_of(layout: Path, tag: str, number: int = -1) -> Path:
+    """The blob of a layer of an image in an OCI layout."""
+    index = json.loads((layout / "index.json").read_text())
+    for entry in index["manifests"]:
+        if entry["annotations"]["org.opencontainers.image.ref.name"] == tag:
+            manifest = json.loads(blob(layout, entry["digest"]).read_text())
+            return blob(layout, manifest["layers"][number]["digest"])
+    raise SystemExit(f"{layout} has no image {tag}")
+
+
+def tags(layout: Path) -> list[str]:
+    index = json.loads((layout / "index.json").read_text())
+    return [entry["annotations"]["org.opencontainers.image.ref.name"] for entry in index["manifests"]]
+
+
+def blob(layout: Path, digest: str) -> Path:
+    return layout / "blobs" / Path(*digest.split(":"))
+
+
+def imgtool(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "imgtool", *arguments]
+
+
+def tree_size(path: Path) -> int:
+    """Bytes of all files below."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,5 @@
+"""``python -m imgtool``."""
+
+from imgtool.cli import entry
+
+entry()
