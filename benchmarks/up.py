@@ -22,6 +22,11 @@ def free_memory() -> int:
     raise SystemExit("no MemAvailable")
 
 
+def mounts(work: Path) -> list[bytes]:
+    lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    return [line for line in lines if bytes(work) in line]
+
+
 def main() -> None:
     options = parser(__doc__ or "", rounds=3)
     options.add_argument("--standing", type=int, default=3200)
@@ -53,7 +58,7 @@ def main() -> None:
             latencies.append(time.perf_counter() - one)
         made = time.perf_counter() - start
         memory = (before - free_memory()) / arguments.standing
-        standing = sum(1 for line in open("/proc/self/mountinfo") if str(work) in line and " overlay " in line)
+        standing = sum(b" overlay " in mount for mount in mounts(work))
         assert standing == arguments.standing + 1
         probe = Path(node.sandboxes.get(ids[-1]).rootfs) / "etc/os-release"
         assert "Debian" in probe.read_text()
@@ -74,8 +79,7 @@ def main() -> None:
         tail = latencies[len(latencies) // 2]
         print(f"round {number}: {arguments.standing / made:.0f} a second, median {1000 * tail:.2f} ms", flush=True)
     node.sandboxes.remove(first.id)
-    left = [line for line in open("/proc/self/mountinfo") if str(work) in line]
-    assert not left, left
+    assert not mounts(work)
     table(
         ("", "median", "spread"),
         [

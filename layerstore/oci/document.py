@@ -133,10 +133,7 @@ def kind_of(value: object) -> str:
 def shown(text: str, limit: int = 120) -> str:
     """A string from outside for a message: printable, quoted, never long."""
     start = text[:limit]
-    try:
-        name = printable(start)
-    except UnicodeEncodeError:  # half of a surrogate pair, which no file name has
-        name = printable(start.encode("utf-8", "replace"))
+    name = printable(start)
     return f"'{name}'" if len(text) <= limit else f"'{name}…'"
 
 

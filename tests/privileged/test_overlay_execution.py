@@ -322,14 +322,10 @@ def test_a_sandbox_that_is_not_mounted_runs_nothing(sandbox: Sandbox, runtime: s
 
 def test_a_chroot_that_can_not_be_set_up_says_why(node: Sandboxes, layer: MountableLayer) -> None:
     sandbox = node.create([layer], image={}, mode="eager", id="odd")
-    os.rename(sandbox.rootfs + "/proc", sandbox.rootfs + "/elsewhere")
-    os.symlink("elsewhere", sandbox.rootfs + "/proc")
+    os.rmdir(sandbox.rootfs + "/proc")
+    os.symlink("tmp", sandbox.rootfs + "/proc")
     with pytest.raises(UnavailableError, match=r"/proc of the image is not a directory"):
         run(sandbox, ["sh", "-c", "true"], RunConfig(), runtime=CHROOT)
-    Path(sandbox.directory, "runs").write_text("in the way")
-    with pytest.raises(UnavailableError, match="start command in a chroot"):
-        run(sandbox, ["sh", "-c", "true"], RunConfig(), runtime=CHROOT)
-    os.unlink(sandbox.directory + "/runs")
     node.remove("odd")
 
 

@@ -8,10 +8,12 @@ import stat
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.conversions import Site, expected_rows, noise
+from support.faults import fsync_for_free
 from support.layouts import Layout
 from support.tars import (
     block,
@@ -47,8 +49,9 @@ TARGET = b"t" * 4094 + b"\xff"
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+def site(tmp_path: Path) -> Iterator[Site]:
+    with fsync_for_free():
+        yield Site(tmp_path)
 
 
 def zoo() -> bytes:

@@ -93,5 +93,5 @@ def test_the_real_key_is_no_disguise() -> None:
 def test_shown_is_short_and_printable() -> None:
     assert shown("a\nb") == "'a\\x0ab'"
     assert shown("x" * 500, 5) == "'xxxxx…'"
-    assert shown("\ud800") == "'?'"
+    assert shown("\ud800") == "'\\xed\\xa0\\x80'"
     assert shown("\udcff") == "'\\xff'"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 
 import pytest
-from support.trees import Layer, at, clone, content, directory_at, manifest, merged, names
+from support.trees import Layer, at, clone, content, directory_at, manifest, merged
 
 from layerstore.tree.inode import Attrs, Directory, Inode, Symlink, Whiteout, walk
 from layerstore.tree.union import listed_whiteouts, merge_overlay
@@ -75,7 +75,7 @@ def test_opaque_directories() -> None:
         Layer().file(b"a/.wh..wh..opq").dir(b"a").file(b"a/new"),
     ):
         delta = delta_of(lower, upper)
-        assert marks(delta) == ["!a", "!a/new".replace("!", "")]
+        assert marks(delta) == ["!a", "a/new"]
         assert at(delta, b"a").attrs.mode == stat.S_IFDIR | 0o755
     delta = delta_of(lower, Layer().file(b"a/.wh..wh..opq"))
     assert marks(delta) == ["!a"]
@@ -169,8 +169,8 @@ def test_a_link_to_a_symlink_of_the_lower() -> None:
 
 def test_a_link_to_the_inode_the_name_already_has() -> None:
     lower = Layer().file(b"a", b"x").hardlink(b"b", b"a")
-    assert marks(delta_of(lower, Layer().hardlink(b"b", b"a"))) in ([], ["a", "b"])
-    assert names(merged(Layer().hardlink(b"b", b"a").file(b".wh.b"), lower=merged(lower))) in ([], [b"a", b"b"])
+    assert marks(delta_of(lower, Layer().hardlink(b"b", b"a"))) == ["a", "b"]
+    assert marks(delta_of(lower, Layer().hardlink(b"b", b"a").file(b".wh.b"))) == ["a", "b"]
 
 
 def test_the_lower_may_be_read_from_an_image() -> None:
