@@ -19,7 +19,7 @@ from isal import igzip_lib
 
 from layerstore.errors import LimitError, MalformedError, UnsupportedError
 
-OUTPUT = 1 << 20  # bytes of one decompressed piece at most
+OUTPUT = 1 << 18  # bytes of one decompressed piece at most; pieces that fit a core's cache are cheaper to pass on
 SNIFFED = 10  # bytes that sniff() wants to see
 
 Pull = Callable[[], bytes]

@@ -22,8 +22,8 @@ from layerstore.limits import Limits
 from layerstore.tar.compression import Compression, decompress
 from layerstore.tar.spool import Spool
 
-PIECE = 1 << 18  # bytes read at a time
-_QUEUED = 8  # pieces between pump and sink
+PIECE = 1 << 17  # bytes read at a time
+_QUEUED = 16  # pieces between pump and sink
 _PATIENCE = 1.0  # seconds that close() gives a read that does not return
 
 
