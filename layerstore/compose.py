@@ -108,7 +108,7 @@ def merge_configs(configs: Sequence[ImageConfig], roles: Sequence[Role], names: 
     * Env: all variables, in order of first appearance; a later layer's value wins. PATH is joined: the entries of later
       layers first, each once.
     * Labels, Volumes, ExposedPorts: all; a later layer's value wins.
-    * Platform: has to be one; a layer that fits every machine ("unknown") fits.
+    * Platform: has to be one; a layer that says none, or "unknown", fits every machine.
 
     Raises:
         ConflictError: layers for different platforms.
@@ -132,8 +132,8 @@ def merge_configs(configs: Sequence[ImageConfig], roles: Sequence[Role], names: 
             if section.get("Entrypoint"):
                 run.pop("Cmd", None)
             run.update({k: v for k, v in section.items() if k not in _MERGED and v not in (None, "", [], {})})
-        platform = (config.platform.os, config.platform.architecture, config.platform.variant or "")
-        if platform[1] == NEUTRAL:
+        platform = (config.platform.os or "linux", config.platform.architecture, config.platform.variant)
+        if platform[1] in (NEUTRAL, ""):
             continue
         if platform_of is None:
             platform_of, chosen_by = platform, name
@@ -161,6 +161,6 @@ def _merge_env(env: dict[str, str], theirs: Sequence[str]) -> None:
     for item in theirs:
         key, _, value = item.partition("=")
         if key == "PATH" and key in env:
-            entries = dict.fromkeys([*value.split(":"), *env[key].split(":")])
-            value = ":".join(entries)
+            # An empty entry would mean the working directory: it is kept where it is meant, but none is made up.
+            value = ":".join(dict.fromkeys(":".join(filter(None, (value, env[key]))).split(":")))
         env[key] = value

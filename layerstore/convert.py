@@ -24,14 +24,14 @@ import zstandard
 from layerstore.digest import Digest
 from layerstore.erofs.layout import HOLE, Chunked, Device, address
 from layerstore.erofs.writer import write_image
-from layerstore.errors import CorruptError, UsageError, os_errors
+from layerstore.errors import CorruptError, LimitError, UsageError, os_errors
 from layerstore.image import Image, Layer, Role, all_packs, load_image
 from layerstore.limits import DEFAULT_LIMITS, Limits
 from layerstore.material import Base, SourceReader, survey
 from layerstore.oci.platform import Platform
 from layerstore.oci.source_name import SourceName
 from layerstore.opened import open_layer
-from layerstore.pack.chunks import DEFAULT_SIZES, ChunkTable, Sizes, chunk_files, pieces, read_piece
+from layerstore.pack.chunks import DEFAULT_SIZES, INDEX_ENTRY, ChunkTable, Sizes, chunk_files, pieces, read_piece
 from layerstore.pack.format import BLOCK_SIZE
 from layerstore.pack.reuse import Reuse, choose, find
 from layerstore.pack.stored import StoredPack
@@ -145,6 +145,7 @@ def convert(
             file.chunks = None  # one that comes from the base still has its address there
         progress.start("hash", sum(extent.length for file in files for extent in file.extents))
         table = chunk_files(files, conversion.sizes, pool, conversion.jobs, progress)
+        _check_indexes(table, conversion.limits)
         reuse = _reuse(conversion, table, base, store, lease, progress, warnings)
         grown: dict[Digest, int] = {}
         new = _write_pack(conversion, table, reuse, store, lease, pool, progress, grown)
@@ -174,6 +175,17 @@ def convert(
         entries,
         tuple(warnings.texts),
     )
+
+
+def _check_indexes(table: ChunkTable, limits: Limits) -> None:
+    """A hole costs nothing in an archive and 8 bytes a chunk here."""
+    sizes = [-(-chunked.file.size // (BLOCK_SIZE << chunked.bits)) * INDEX_ENTRY for chunked in table.files]
+    if sum(sizes) > limits.index_bytes:
+        largest = table.files[sizes.index(max(sizes))].file.size
+        raise LimitError(
+            f"chunk indexes of {sum(sizes)} bytes, more than the limit of {limits.index_bytes}: the image has too much "
+            f"data, or files with too large holes; its largest index is that of a file of {largest} bytes"
+        )
 
 
 def _load_base(conversion: Conversion, store: WriteStore, scratch: str, stack: ExitStack) -> Base | None:

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from layerstore.content import same_content
 from layerstore.digest import Digest
-from layerstore.errors import ConflictError, CorruptError, os_errors
+from layerstore.errors import (
+    ConflictError,
+    CorruptError,
+    LimitError,
+    MalformedError,
+    UnsupportedError,
+    UsageError,
+    os_errors,
+    printable,
+)
 from layerstore.image import Layer
 from layerstore.limits import Limits
 from layerstore.oci.config import ImageConfig
@@ -124,7 +135,10 @@ class SourceReader:
             self.progress.start("unpack", None)
         else:
             with os_errors("open the archive"):
-                self.progress.start("unpack", os.stat(path).st_size)
+                status = os.stat(path)
+            if stat.S_ISDIR(status.st_mode):
+                raise UsageError(f"{printable(path)} is a directory, not an archive; write tree:{printable(path)}")
+            self.progress.start("unpack", status.st_size)
         archive = self.stack.enter_context(
             LayerArchive(
                 stream, scratch=self.scratch, limits=self.limits, warn=self.warn, progress=self.progress.advance
@@ -147,25 +161,38 @@ class SourceReader:
         for number, layer in enumerate(layers, skip):
             what = f"layer {number} ({layer.descriptor.digest})"
             file = image.layer_file(number)
-            archive = self.stack.enter_context(
-                LayerArchive(
-                    file.path if file.is_whole else self.stack.enter_context(RangeReader(file, what)),
-                    scratch=self.scratch,
-                    limits=self.limits,
-                    warn=self.warn,
-                    expected=layer.descriptor.digest,
-                    expected_size=layer.descriptor.size,
-                    diff_algorithm=layer.diff_id.algorithm,
-                    interned=interned,
-                    progress=self.progress.advance,
+            with _naming(what):
+                archive = self.stack.enter_context(
+                    LayerArchive(
+                        file.path if file.is_whole else self.stack.enter_context(RangeReader(file, what)),
+                        scratch=self.scratch,
+                        limits=self.limits,
+                        warn=partial(self._warn_of, what),
+                        expected=layer.descriptor.digest,
+                        expected_size=layer.descriptor.size,
+                        diff_algorithm=layer.diff_id.algorithm,
+                        interned=interned,
+                        progress=self.progress.advance,
+                    )
                 )
-            )
-            merge.apply(archive.members(), archive.source)
-            diff_id = archive.finish().diff_id
+                merge.apply(archive.members(), archive.source)
+                diff_id = archive.finish().diff_id
             if diff_id != layer.diff_id:
                 raise CorruptError(f"diff ID of {what}", expected=str(layer.diff_id), actual=str(diff_id))
         diff_ids = tuple(layer.diff_id for layer in image.layers)
         return Material(merge.tree(), image.config, size, image.descriptor.digest, diff_ids)
+
+    def _warn_of(self, what: str, text: str) -> None:
+        self.warn(f"{what}: {text}")
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Say of an error inside which layer it is about."""
+    try:
+        yield
+    except (MalformedError, CorruptError, UnsupportedError, LimitError) as error:
+        raise type(error)(f"{what}: {error}") from error
 
 
 def survey(tree: Directory) -> tuple[int, list[File]]:

@@ -41,7 +41,8 @@ class PackWriter:
         self._pool = pool
         self._level = level
         self._window = 2 * jobs + 2
-        self._buffer = bytearray()
+        self._pieces: list[bytes] = []  # of the next frame
+        self._pending = 0  # bytes in them
         self._under_way: deque[Future[tuple[bytes, bytes, int]]] = deque()
         self._frames: list[FrameRecord] = []
         self._seek: list[SeekEntry] = []
@@ -52,22 +53,25 @@ class PackWriter:
     @property
     def blocks(self) -> int:
         """Blocks added so far: the address of the next chunk."""
-        return (self._raw_size + len(self._buffer)) // BLOCK_SIZE
+        return (self._raw_size + self._pending) // BLOCK_SIZE
 
     def add(self, key: bytes, data: bytes) -> None:
         """Append a chunk: whole blocks, and the sha256 of them."""
         assert len(data) % BLOCK_SIZE == 0
         self._chunks += ChunkRecord(key, len(data) // BLOCK_SIZE).pack()
-        self._buffer += data
-        while len(self._buffer) >= FRAME_SIZE:
-            self._submit(bytes(memoryview(self._buffer)[:FRAME_SIZE]))
-            del self._buffer[:FRAME_SIZE]
+        self._pieces.append(data)
+        self._pending += len(data)
+        while self._pending >= FRAME_SIZE:
+            raw = b"".join(self._pieces)
+            self._pieces = [raw[FRAME_SIZE:]]
+            self._pending -= FRAME_SIZE
+            self._submit(raw[:FRAME_SIZE])
 
     def finish(self) -> StoredPack:
         """Write what is left and the indexes; the caller commits the upload under the digest that is returned."""
-        if self._buffer:
-            self._submit(bytes(self._buffer))
-            self._buffer.clear()
+        if self._pending:
+            self._submit(b"".join(self._pieces))
+            self._pending = 0
         while self._under_way:
             self._write_next()
         chunk_count = len(self._chunks) // ChunkRecord.STRUCT.size
@@ -101,6 +105,6 @@ class PackWriter:
 
 
 def _frame(raw: bytes, level: int) -> tuple[bytes, bytes, int]:
-    # A compressor may not be shared between threads; making one costs microseconds against milliseconds of work.
+    # A compressor may not be shared between threads; making one costs nothing that can be measured.
     compressed = zstandard.ZstdCompressor(level=level, write_checksum=False).compress(raw)
     return compressed, hashlib.sha256(raw).digest(), len(raw)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import gzip
 import io
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.conversions import PHASES, Calling, Interrupting, Site, Stop, noise
 from support.faults import failing, fsync_for_free
+from support.layouts import Layer as StoredLayer
 from support.layouts import Layout, compress, digest_of
 from support.stores import DAY, SteppedClock
 from support.tars import BLOCK, END, Trickle, file, hardlink, header, number, sparse_gnu, tar
@@ -108,8 +109,6 @@ def test_bytes_that_are_not_their_digest(
 
 
 def _config_of(layout: Layout, manifest: dict[str, Any]) -> str:
-    import json
-
     digest: str = json.loads(layout.blob_path(manifest["digest"]).read_bytes())["config"]["digest"]
     return digest
 
@@ -167,11 +166,9 @@ def test_a_broken_archive_publishes_nothing(site: Site, fault: str, compression:
 @pytest.mark.parametrize("compression", ["gzip", "zstd", "xz", "bzip2"])
 def test_a_compressed_stream_that_ends_early(site: Site, compression: str) -> None:
     data = compress(LAYER, compression)
-    refused(site, site.raw_tar(data[:-20]), MalformedError, "")
+    refused(site, site.raw_tar(data[:-20]), MalformedError, "layer|stream")
     layout = site.layout()
     layer = layout.blob(data[:-20], "application/vnd.oci.image.layer.v1.tar+gzip")
-    from support.layouts import Layer as StoredLayer
-
     layout.image([StoredLayer(layer, digest_of(LAYER), data)], tag="it")
     refused(site, layout.name("it"), MalformedError, "^layer 0")
 
@@ -182,7 +179,7 @@ def test_a_compressed_stream_that_ends_early(site: Site, compression: str) -> No
 @pytest.mark.case("Z10")
 @pytest.mark.parametrize("where", ["inside a member", "behind the end", "in nested frames"])
 def test_bombs_stop_at_the_limit(site: Site, where: str) -> None:
-    zeros = bytes(200 * MIB)
+    zeros = bytes(64 * MIB)
     if where == "inside a member":
         blob = gzip.compress(tar(file("zeros", zeros)), 1, mtime=0)
     elif where == "behind the end":
@@ -195,8 +192,6 @@ def test_bombs_stop_at_the_limit(site: Site, where: str) -> None:
 
 
 def _image_of(site: Site, blob: bytes) -> str:
-    from support.layouts import Layer as StoredLayer
-
     layout = site.layout()
     descriptor = layout.blob(blob, "application/vnd.oci.image.layer.v1.tar+gzip")
     layout.image([StoredLayer(descriptor, digest_of(b""), blob)], tag="it")
@@ -229,7 +224,13 @@ def test_a_file_beyond_32_bit_block_addresses_is_refused(site: Site) -> None:
     size = 1 << 54
     source = site.tar(sparse_gnu("disk.img", size, [(0, b"x" * 512)]))
     refused(site, source, LimitError, "disk.img")
-    refused(site, source, ImgtoolError, "disk.img", limits=Limits(file_bytes=1 << 60))
+    refused(site, source, LimitError, f"a file of {size} bytes", limits=Limits(file_bytes=1 << 60))
+
+
+@pytest.mark.case("T46")
+def test_many_files_of_holes_are_bounded_together(site: Site) -> None:
+    source = site.tar(*(sparse_gnu(f"disk{number}", 15 << 40, [(0, b"x" * 512)]) for number in range(5)))
+    refused(site, source, LimitError, "chunk indexes")
 
 
 # -- requests that can't be met ---------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ def test_a_publisher_that_slept_too_long_fails_loudly(tmp_path: Path) -> None:
             collect(site.store, plan_collection(site.store, grace=0, force=True))
 
         sleeping = Calling("metadata", sleep)
-        with pytest.raises(ConflictError, match="lease .* has expired"):
+        with pytest.raises(ConflictError, match="has expired"):
             site.convert(site.tar(file("a", noise(MIB, 7))), tag="it", progress=sleeping)
         assert sleeping.called
         assert list(site.store.names()) == []
@@ -370,7 +371,10 @@ def test_a_disk_that_is_full_for_temporary_files(
     plain = site.tar(file("a", noise(2 * MIB, 8)))
     with monkeypatch.context() as patch:
         fill(patch)
-        refused(site, compressed if fill is full_spool else plain, NoSpaceError, "free space")
+        with pytest.raises(NoSpaceError, match="free space"):
+            site.convert(compressed if fill is full_spool else plain, tag="it")
+    assert set(site.rows("it")) == {b"", b"before"}
+    assert site.leftovers() == []
     site.convert(compressed, tag="it")
     assert site.rows("it")[b"a"].value == noise(2 * MIB, 8)
 
@@ -383,8 +387,7 @@ def test_a_disk_that_fills_up_at_any_point_of_publishing(site: Site, call: str) 
     before_names = {reference.name: reference.target for reference in site.store.references()}
     steps = 0
     while True:
-        quiet: AbstractContextManager[None] = nullcontext()
-        with quiet, failing(call, errno.ENOSPC, after=steps):
+        with failing(call, errno.ENOSPC, after=steps):
             try:
                 site.convert(source, tag="it")
                 break
@@ -427,32 +430,6 @@ def test_stopping_at_any_step_leaves_nothing_behind(site: Site, step: str, piece
     assert site.blobs() == blobs
     site.convert(source, tag="it")
     assert site.rows("it")[b"second"].value == noise(MIB, 10)
-
-
-def test_stopping_while_standard_input_says_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe whose other end is open and silent must not hold up an interrupted conversion for ever."""
-    reading, writing = os.pipe()
-    saved = os.dup(0)
-    os.dup2(reading, 0)
-    os.close(reading)
-    os.write(writing, tar(file("a", b"a" * 600), end=b""))
-    real: Callable[..., Any] = archive.MemberReader.__iter__
-
-    def stopping(self: Any) -> Iterator[Any]:
-        for member in real(self):
-            yield member
-            raise Stop
-
-    monkeypatch.setattr(archive.MemberReader, "__iter__", stopping)
-    before = site.snapshot()
-    try:
-        with pytest.raises(Stop):
-            site.convert("tar:-", tag="it")
-        assert site.snapshot() == before
-    finally:
-        os.close(writing)
-        os.dup2(saved, 0)
-        os.close(saved)
 
 
 def test_an_error_while_the_source_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
