@@ -38,7 +38,7 @@ from layerstore.oci.transport import open_source
 from layerstore.progress import Progress
 from layerstore.tar.archive import LayerArchive
 from layerstore.tree.difference import delta
-from layerstore.tree.inode import Attrs, Directory, File, walk
+from layerstore.tree.inode import Directory, File, walk
 from layerstore.tree.local import scan
 from layerstore.tree.merge import Merge
 
@@ -157,7 +157,6 @@ class SourceReader:
         size = sum(layer.descriptor.size for layer in layers)
         self.progress.start("unpack", size)
         merge = Merge(lower=lower, warn=self.warn, limits=self.limits)
-        interned: dict[Attrs, Attrs] = {}
         for number, layer in enumerate(layers, skip):
             what = f"layer {number} ({layer.descriptor.digest})"
             file = image.layer_file(number)
@@ -171,7 +170,6 @@ class SourceReader:
                         expected=layer.descriptor.digest,
                         expected_size=layer.descriptor.size,
                         diff_algorithm=layer.diff_id.algorithm,
-                        interned=interned,
                         progress=self.progress.advance,
                     )
                 )

@@ -1,10 +1,13 @@
-"""The ``frames`` file of a cached pack. Little-endian; offsets and sizes are bytes.
+"""The files of the cache that are neither metadata image nor raw pack.
 
-::
+``frames`` of a cached pack, little-endian, offsets and sizes in bytes::
 
     FramesHeader | FrameRecord for each frame (as in the pack's own frame index) | presence, one byte a frame: 0 or 1
 
 The frame index is kept here so that a frame can be verified, and fetched from any store, with no manifest at hand.
+
+``<hex>.uses`` beside a metadata image is one JSON object: ``magic``, ``version``, and ``packs``, for each device in
+order ``[hex of the pack's sha256, [[first block, blocks], …]]``. It can be made from the image at any time.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ MAGIC = b"imgframe"
 VERSION = 1
 INCOMPATIBLE = 0
 """Incompatible features that are understood: none yet."""
+
+USES_MAGIC = "imgtool uses"
+USES_VERSION = 1
+"""One of another version is made anew, so a change costs a node one read of each metadata image."""
 
 
 @dataclass(frozen=True, slots=True)

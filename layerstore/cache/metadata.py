@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from layerstore.cache.format import USES_MAGIC, USES_VERSION
 from layerstore.durable import remove_quietly, replace_file, sync_directory, temporary_name
 from layerstore.erofs.layout import HOLE, Chunked
-from layerstore.errors import os_errors
+from layerstore.errors import CorruptError, NotFoundError, os_errors
 from layerstore.image import Layer
 from layerstore.opened import FileSource, OpenLayer, StoreDevices, decompress_metadata
 from layerstore.pack.format import BLOCK_SIZE
 from layerstore.store.protocol import Store
 from layerstore.tree.inode import File, walk
-
-PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class MetadataCache:
             CorruptError, MalformedError: it isn't what the manifest says, or isn't a sound image.
         """
         path = self.path(layer)
-        if os.path.exists(path):
+        if os.path.exists(path) and self._read_uses(layer) is not None:
             return path
         with os_errors("cache a metadata image"):
             os.makedirs(self._directory, exist_ok=True)
@@ -64,13 +63,37 @@ class MetadataCache:
         return path
 
     def uses(self, layer: Layer) -> list[PackUse]:
-        """What the layer needs of each of its packs; the metadata image has to be there."""
-        with os_errors("read which data a layer needs"), open(self.path(layer) + ".uses", "rb") as file:
-            document = json.loads(file.read())
-        return [PackUse(pack, tuple((first, count) for first, count in runs)) for pack, runs in document["packs"]]
+        """What the layer needs of each of its packs; the metadata image has to be there.
+
+        Raises:
+            CorruptError: it isn't known, or of other packs than the layer's.
+        """
+        uses = self._read_uses(layer)
+        if uses is None:
+            raise CorruptError(f"{self.path(layer)}.uses is missing or damaged; remove it and fetch the layer again")
+        return uses
+
+    def _read_uses(self, layer: Layer) -> list[PackUse] | None:
+        """None if the file is missing, damaged or of another version: then it is to be made anew."""
+        try:
+            with os_errors("read which data a layer needs"), open(self.path(layer) + ".uses", "rb") as file:
+                document = json.loads(file.read())
+            if (document["magic"], document["version"]) != (USES_MAGIC, USES_VERSION):
+                return None
+            uses = [PackUse(pack, tuple((first, count) for first, count in runs)) for pack, runs in document["packs"]]
+            if [use.pack for use in uses] != [pack.digest.hex for pack in layer.packs]:
+                # A manifest that lists other packs than the image was written for would give other files' bytes.
+                raise CorruptError(f"metadata image {layer.metadata} has other packs than its manifest lists")
+            for use, pack in zip(uses, layer.packs, strict=True):
+                if any(not 0 <= first < first + count <= pack.blocks for first, count in use.runs):
+                    return None
+        except (NotFoundError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return uses
 
     def _write_uses(self, layer: Layer, uses: list[PackUse]) -> None:
-        document = {"version": PLAN_VERSION, "packs": [[use.pack, use.runs] for use in uses]}
+        packs = [[use.pack, use.runs] for use in uses]
+        document = {"magic": USES_MAGIC, "version": USES_VERSION, "packs": packs}
         replace_file(self.path(layer) + ".uses", json.dumps(document).encode())
 
 

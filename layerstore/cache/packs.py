@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from layerstore.cache.format import FramesHeader
+from layerstore.digest import Digest
 from layerstore.durable import remove_quietly, replace_file, sync_directory, temporary_name
-from layerstore.errors import CorruptError, os_errors
+from layerstore.errors import CorruptError, ImgtoolError, os_errors, printable
 from layerstore.pack.format import FrameIndexHeader, FrameRecord
 from layerstore.pack.reader import FrameIndex
 from layerstore.pack.stored import StoredPack
@@ -64,10 +66,14 @@ class CachedPack:
 
     def __init__(self, directory: str, pack: StoredPack) -> None:
         self.pack = pack
+        self._directory = directory
         with os_errors(f"open cached pack {pack.digest}"):
             self._frames = os.open(os.path.join(directory, "frames"), os.O_RDWR | os.O_CLOEXEC)
             try:
                 self._data = os.open(os.path.join(directory, "data"), os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                os.close(self._frames)
+                raise self._damaged("its data is gone") from error
             except BaseException:
                 os.close(self._frames)
                 raise
@@ -79,23 +85,51 @@ class CachedPack:
 
     def _load(self) -> FrameIndex:
         content = os.pread(self._frames, os.fstat(self._frames).st_size, 0)
-        header = FramesHeader.unpack(content)
+        try:
+            header = FramesHeader.unpack(content)
+        except ImgtoolError as error:
+            raise self._damaged(str(error)) from error
         records = header.frames * FrameRecord.STRUCT.size
         self._presence_at = FramesHeader.STRUCT.size + records
         self._blob = header.blob_sha256
         if len(content) != self._presence_at + header.frames or header.pack_sha256 != self.pack.digest.raw:
-            raise CorruptError(
-                f"frames file of cached pack {self.pack.digest} is not that pack's; remove its directory"
-            )
+            raise self._damaged("its frames file is not that pack's")
         if os.fstat(self._data).st_size != header.raw_size or header.raw_size != self.pack.raw_size:
-            raise CorruptError(f"data of cached pack {self.pack.digest} has a wrong size; remove its directory")
+            raise self._damaged("its data has a wrong size")
         index = FrameIndexHeader(header.raw_size, header.frames).pack()
-        return FrameIndex(self.pack, index + content[FramesHeader.STRUCT.size : self._presence_at], header.data_end)
+        index += content[FramesHeader.STRUCT.size : self._presence_at]
+        if self._blob == self.pack.blob.raw and Digest.of(index) != self.pack.frame_index.digest:
+            raise self._damaged("its frames file has another frame index than its blob")
+        try:
+            return FrameIndex(self.pack, index, header.data_end)
+        except ImgtoolError as error:
+            raise self._damaged(str(error)) from error
+
+    def _damaged(self, why: str) -> CorruptError:
+        return CorruptError(f"cached pack {self.pack.digest}: {why}; remove {printable(self._directory)}")
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Those of the frames that are not there."""
+        """Those of the frames that are not there.
+
+        A frame with a hole in it counts as missing whatever the presence says: it would be read as zeros.
+        """
         presence = os.pread(self._frames, len(self.index), self._presence_at)
-        return [number for number in numbers if not presence[number]]
+        holes = self._frames_with_holes()
+        return [number for number in numbers if presence[number] != 1 or number in holes]
+
+    def _frames_with_holes(self) -> set[int]:
+        found: set[int] = set()
+        at, size = 0, self.pack.raw_size
+        while at < size:
+            try:
+                data = min(os.lseek(self._data, at, os.SEEK_DATA), size)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    break  # the file system doesn't tell
+                data = size
+            found.update(self.index.covering(at, data - at))
+            at = os.lseek(self._data, data, os.SEEK_HOLE) if data < size else size
+        return found
 
     def index_for(self, blob: Blob) -> FrameIndex:
         """The frame index to fetch by: the same pack may have been compressed twice, into different blobs.

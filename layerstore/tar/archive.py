@@ -16,7 +16,7 @@ from layerstore.tar.member import Member
 from layerstore.tar.pump import PIECE, LayerDigests, Meter, Promise, Pump, Readable
 from layerstore.tar.reader import MemberReader
 from layerstore.tar.spool import Spool
-from layerstore.tree.inode import Attrs, ByteSource
+from layerstore.tree.inode import ByteSource
 
 
 class LayerArchive:
@@ -33,7 +33,6 @@ class LayerArchive:
         expected: digest of the blob; a mismatch is a CorruptError, in place of whatever it would look like otherwise.
         expected_size: size of the blob; not one byte is read beyond the one that proves it wrong.
         diff_algorithm: of the diff ID to compute.
-        interned: attributes to share between layers.
         progress: receives the number of bytes of each piece of the blob that was consumed, in the pump's thread.
     """
 
@@ -47,7 +46,6 @@ class LayerArchive:
         expected: Digest | None = None,
         expected_size: int | None = None,
         diff_algorithm: str = "sha256",
-        interned: dict[Attrs, Attrs] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._input = source
@@ -56,7 +54,6 @@ class LayerArchive:
         self._limits = limits
         self._promise = Promise(expected, expected_size)
         self._diff_algorithm = diff_algorithm
-        self._interned: dict[Attrs, Attrs] = {} if interned is None else interned
         self._progress = progress
         self._spool: Spool | None = None
         self._pump: Pump | None = None
@@ -115,7 +112,7 @@ class LayerArchive:
         """
         spool, pump = self._opened()
         try:
-            yield from MemberReader(spool.read, limits=self._limits, warn=self._warn, interned=self._interned)
+            yield from MemberReader(spool.read, limits=self._limits, warn=self._warn)
         except (MalformedError, UnsupportedError):
             pump.blame()
             raise

@@ -22,7 +22,7 @@ class Member(NamedTuple):
         path: its name, bytes as they are: slashes, dots and all; only GNU and PAX long names are resolved.
         kind: S_IFREG, S_IFDIR, S_IFLNK, S_IFCHR, S_IFBLK or S_IFIFO. S_IFREG for a hard link, whose kind is its
             target's.
-        attrs: interned; ``mode`` includes the kind.
+        attrs: ``mode`` includes the kind.
         size: logical size in bytes, holes included; 0 for all but regular files.
         hardlink: the name this is another name of, or None.
         target: of a symbolic link, 1 to 4,095 bytes without NUL; else empty.

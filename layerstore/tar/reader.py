@@ -72,7 +72,6 @@ class MemberReader:
         read: access to the layer; called with growing offsets, or a few blocks back.
         limits: bounds on entries and file sizes.
         warn: receives one line for each oddity that is survivable, up to a hundred.
-        interned: attributes seen so far; share it between layers to share the objects.
     """
 
     def __init__(
@@ -81,13 +80,11 @@ class MemberReader:
         *,
         limits: Limits,
         warn: Callable[[str], None],
-        interned: dict[Attrs, Attrs] | None = None,
     ) -> None:
         self._read = read
         self._limits = limits
         self._warn_line = warn
         self._warned = 0
-        self._interned = {} if interned is None else interned
         self._plain: dict[tuple[bytes, bytes, bytes, bytes, int], Attrs] = {}
         self._global: pax.Keywords | None = None
         self._global_bytes = 0
@@ -295,13 +292,13 @@ class MemberReader:
 
     def _attrs(self, header: Header, kind: int, name: bytes, keywords: pax.Keywords | None) -> Attrs:
         if keywords is not None:
-            return self._intern(self._build_attrs(header, kind, name, keywords))
+            return self._build_attrs(header, kind, name, keywords)
         key = (header.mode, header.uid, header.gid, header.mtime, kind)
         attrs = self._plain.get(key)
         if attrs is None:
             if len(self._plain) >= _CACHED:
                 self._plain.clear()
-            attrs = self._plain[key] = self._intern(self._build_attrs(header, kind, name, None))
+            attrs = self._plain[key] = self._build_attrs(header, kind, name, None)
         return attrs
 
     def _build_attrs(self, header: Header, kind: int, name: bytes, keywords: pax.Keywords | None) -> Attrs:
@@ -338,9 +335,6 @@ class MemberReader:
             if key == pax.CAPABILITY and (fault := pax.capability_fault(value)) is not None:
                 self._warn(f"security.capability of layer member {_show(name)} is kept but malformed: {fault}")
         return xattrs
-
-    def _intern(self, attrs: Attrs) -> Attrs:
-        return self._interned.setdefault(attrs, attrs)
 
     def _data(
         self, block: bytes, pos: int, size: int, flag: bytes, keywords: pax.Keywords | None

@@ -413,15 +413,6 @@ def test_a_file_that_shrinks_while_it_is_read(scratch: str, tmp_path: Path) -> N
             content(layer, found[-1])
 
 
-def test_attributes_are_shared_between_layers(scratch: str) -> None:
-    interned: dict[object, object] = {}
-    found = []
-    for _ in range(2):
-        with archive(io.BytesIO(tar(file("f", uid=5))), scratch, interned=interned) as layer:
-            found += [member.attrs for member in layer.members()]
-    assert found[0] is found[1]
-
-
 def test_errors_of_the_pump_come_behind_what_can_still_be_read(scratch: str) -> None:
     good = tar(*(file(f"f{i}", b"x" * 1000) for i in range(3000)), end=b"")
     blob = gzip.compress(good)[:-8]

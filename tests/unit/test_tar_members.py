@@ -70,13 +70,6 @@ def test_a_plain_archive() -> None:
     assert (hard.hardlink, hard.target, hard.data) == (b"etc/passwd", b"", ())
 
 
-def test_equal_attributes_are_one_object() -> None:
-    found = members(tar(*(file(f"f{i}", pax={"mtime": "1.5"} if i % 2 else None, mtime=1) for i in range(6))))
-    assert found[0].attrs is found[2].attrs is found[4].attrs
-    assert found[1].attrs is found[3].attrs is found[5].attrs
-    assert found[0].attrs is not found[1].attrs
-
-
 def test_permissions_of_a_symbolic_link_are_linux_s() -> None:
     (link,) = members(tar(symlink("l", "t", mode=0o644)))
     assert link.attrs.mode == stat.S_IFLNK | 0o777
