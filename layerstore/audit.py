@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
-from layerstore.digest import Digest
 from layerstore.errors import CorruptError, ImgtoolError
-from layerstore.image import Layer, parse_image, read_document
+from layerstore.image import Image, Layer, parse_image, read_document
+from layerstore.oci.config import ImageConfig
 from layerstore.oci.descriptor import Descriptor
 from layerstore.opened import open_layer
+from layerstore.pack.chunks import MAX_CHUNK_SIZE
 from layerstore.pack.format import BLOCK_SIZE, ChunkRecord, unpack_chunk_list
 from layerstore.pack.reader import FrameIndex, read_span
 from layerstore.pack.stored import StoredPack
@@ -24,7 +25,7 @@ class ContentCheck:
 
     def __init__(self, progress: Progress = SILENT) -> None:
         self._progress = progress
-        self._seen: set[Digest] = set()
+        self._seen: set[StoredPack | Layer] = set()
 
     def __call__(self, store: Store, name: str, target: Descriptor) -> Iterator[Finding]:
         """Everything that is wrong with an image whose blobs are all there and whole."""
@@ -33,18 +34,24 @@ class ContentCheck:
         except ImgtoolError as error:
             yield Finding(Fault.CONTENT, str(error), target.digest, name)
             return
+        try:
+            _check_config(store, image, name)
+        except ImgtoolError as error:
+            yield Finding(Fault.CONTENT, str(error), image.config.digest, name)
         for layer in image.layers:
-            for blob, check in [
-                *((pack.blob, partial(self._check_pack, store, pack)) for pack in layer.packs),
-                (layer.blob, partial(_check_layer, store, layer)),
-            ]:
-                if blob in self._seen:
+            parts: list[tuple[StoredPack | Layer, Callable[[], None]]] = [
+                *((pack, partial(self._check_pack, store, pack)) for pack in layer.packs),
+                (layer, partial(_check_layer, store, layer)),
+            ]
+            for part, check in parts:
+                # By all that the manifest says of it: another one may say something else of the same blob.
+                if part in self._seen:
                     continue
-                self._seen.add(blob)
+                self._seen.add(part)
                 try:
                     check()
                 except ImgtoolError as error:
-                    yield Finding(Fault.CONTENT, str(error), blob, name)
+                    yield Finding(Fault.CONTENT, str(error), part.blob, name)
 
     def _check_pack(self, store: Store, pack: StoredPack) -> None:
         """Every frame by its sha256, every chunk by its own, and all of it by the pack's digest."""
@@ -52,7 +59,7 @@ class ContentCheck:
         with store.open(pack.blob) as blob:
             index = FrameIndex.read(pack, blob)
             records, _ = unpack_chunk_list(read_span(blob, pack.chunk_list, f"chunk list of pack {pack.digest}"))
-            chunks = ChunkRecord.STRUCT.iter_unpack(records)
+            chunks = _chunks(pack, records)
             self._progress.start("verify packs", pack.blob_size)
             buffer = bytearray()
             key, blocks = next(chunks, (b"", 0))
@@ -70,6 +77,21 @@ class ContentCheck:
         if buffer or blocks:
             raise CorruptError(f"the chunk list of pack {pack.digest} does not cover the pack")
         pack.digest.check(raw_hash, f"raw bytes of pack {pack.digest}")
+
+
+def _chunks(pack: StoredPack, records: memoryview) -> Iterator[tuple[bytes, int]]:
+    """The records of a chunk list; a chunk is in memory while it is checked, so its length is bounded."""
+    for key, blocks in ChunkRecord.STRUCT.iter_unpack(records):
+        if not 0 < blocks <= MAX_CHUNK_SIZE // BLOCK_SIZE:
+            raise CorruptError(f"the chunk list of pack {pack.digest} has a chunk of {blocks} blocks")
+        yield key, blocks
+
+
+def _check_config(store: Store, image: Image, name: str) -> None:
+    what = f"config of {name!r}"
+    config = ImageConfig.parse(read_document(store, image.config, what), what)
+    if list(config.diff_ids) != [digest for layer in image.layers for digest in layer.raw_digests]:
+        raise CorruptError(f"{what}, {image.config.digest}, has other diff IDs than its packs and metadata images")
 
 
 def _check_layer(store: Store, layer: Layer) -> None:

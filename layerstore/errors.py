@@ -129,6 +129,16 @@ def os_errors(what: str) -> Iterator[None]:
         raise from_os_error(error, what) from error
 
 
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Begin the messages of errors from the block with ``what``, which only the caller knows."""
+    try:
+        yield
+    except ImgtoolError as error:
+        error.args = (f"{what}: {error}", *error.args[1:])
+        raise
+
+
 def from_os_error(error: OSError, what: str) -> ImgtoolError:
     text = f"{what}: {error.strerror or error}"
     if error.filename is not None:

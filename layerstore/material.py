@@ -9,23 +9,14 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
 from layerstore.content import same_content
 from layerstore.digest import Digest
-from layerstore.errors import (
-    ConflictError,
-    CorruptError,
-    LimitError,
-    MalformedError,
-    UnsupportedError,
-    UsageError,
-    os_errors,
-    printable,
-)
+from layerstore.errors import ConflictError, CorruptError, UsageError, about, os_errors, printable
 from layerstore.image import Layer
 from layerstore.limits import Limits
 from layerstore.oci.config import ImageConfig
@@ -145,8 +136,9 @@ class SourceReader:
             )
         )
         merge = Merge(lower=lower, warn=self.warn, limits=self.limits)
-        merge.apply(archive.members(), archive.source)
-        digests = archive.finish()
+        with about("standard input" if path == "-" else printable(path)):
+            merge.apply(archive.members(), archive.source)
+            digests = archive.finish()
         return Material(
             merge.tree(), _plain_config(self.platform), digests.blob_size, digests.diff_id, (digests.diff_id,)
         )
@@ -160,7 +152,7 @@ class SourceReader:
         for number, layer in enumerate(layers, skip):
             what = f"layer {number} ({layer.descriptor.digest})"
             file = image.layer_file(number)
-            with _naming(what):
+            with about(what):
                 archive = self.stack.enter_context(
                     LayerArchive(
                         file.path if file.is_whole else self.stack.enter_context(RangeReader(file, what)),
@@ -182,15 +174,6 @@ class SourceReader:
 
     def _warn_of(self, what: str, text: str) -> None:
         self.warn(f"{what}: {text}")
-
-
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Say of an error inside which layer it is about."""
-    try:
-        yield
-    except (MalformedError, CorruptError, UnsupportedError, LimitError) as error:
-        raise type(error)(f"{what}: {error}") from error
 
 
 def survey(tree: Directory) -> tuple[int, list[File]]:

@@ -149,12 +149,11 @@ def test_times_are_rounded_down(negative: bool, seconds: int, fraction: str) -> 
 
 
 @BOUNDED
-@given(st.dictionaries(TEXTS.filter(lambda name: len(name) < 50), st.binary(max_size=3000), max_size=8))
+@given(st.dictionaries(TEXTS.filter(lambda name: len(name) < 50 and name != b"security.capability"), st.binary(max_size=3000), max_size=8))
 def test_extended_attributes(xattrs: dict[bytes, bytes]) -> None:
     (member,) = read(tars.tar(tars.file("f", pax=[(b"SCHILY.xattr." + name, value) for name, value in xattrs.items()])))
-    expected = {name: value for name, value in xattrs.items() if name != b"security.capability"}
-    assert dict(member.attrs.xattrs) == expected
-    assert [name for name, _ in member.attrs.xattrs] == sorted(expected)
+    assert dict(member.attrs.xattrs) == xattrs
+    assert [name for name, _ in member.attrs.xattrs] == sorted(xattrs)
 
 
 # sparse files

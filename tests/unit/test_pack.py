@@ -7,6 +7,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.tools import need_tool
 import zstandard
 
 from layerstore.digest import Digest
@@ -65,7 +66,7 @@ def test_plain_zstd_restores_the_raw_pack() -> None:
     pack = write_pack(store, CHUNKS)
     with store.open(pack.blob) as blob:
         data = blob.read_at(0, blob.size)
-    result = subprocess.run(["zstd", "-d", "-c"], input=data, capture_output=True, check=True)
+    result = subprocess.run([need_tool("zstd"), "-d", "-c"], input=data, capture_output=True, check=True)
     assert result.stdout == b"".join(CHUNKS)
 
 
