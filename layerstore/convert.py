@@ -31,7 +31,17 @@ from layerstore.material import Base, SourceReader, survey
 from layerstore.oci.platform import Platform
 from layerstore.oci.source_name import SourceName
 from layerstore.opened import open_layer
-from layerstore.pack.chunks import DEFAULT_SIZES, INDEX_ENTRY, ChunkTable, Sizes, chunk_files, pieces, read_piece
+from layerstore.pack.chunks import (
+    DEFAULT_SIZES,
+    INDEX_ENTRY,
+    ChunkTable,
+    Sizes,
+    chunk_files,
+    pieces,
+    read_pieces,
+    run_length,
+    runs,
+)
 from layerstore.pack.format import BLOCK_SIZE
 from layerstore.pack.reuse import Reuse, choose, find
 from layerstore.pack.stored import StoredPack
@@ -258,19 +268,29 @@ def _write_pack(
     grown: dict[Digest, int],
 ) -> StoredPack | None:
     """Write the chunks that no chosen pack has; their blocks are entered into ``reuse.block``."""
-    new = [number for number, source in enumerate(reuse.source) if source < 0]
-    if not new:
+    is_new = [source < 0 for source in reuse.source]
+    if not any(is_new):
         return None
-    progress.start("compress", sum(table.blocks[number] for number in new) * BLOCK_SIZE)
+    progress.start("compress", sum(b for b, new in zip(table.blocks, is_new, strict=True) if new) * BLOCK_SIZE)
     keys = list(table.keys)
     with store.upload() as upload:
         writer = PackWriter(upload, pool, jobs=conversion.jobs, level=conversion.level)
-        for number in new:
-            chunked = table.files[table.first_file[number]]
-            reuse.block[number] = writer.blocks
-            data = read_piece(chunked.file, chunked.bits, table.first_piece[number])
-            writer.add(keys[number], data)
-            progress.advance(len(data))
+        for index, (file, bits, chunks) in enumerate(table.files):
+            numbers = dict(zip(pieces(file, bits), chunks, strict=True))
+            first_uses = (
+                piece
+                for piece, number in numbers.items()
+                if is_new[number] and table.first_file[number] == index and table.first_piece[number] == piece
+            )
+            for first, count in runs(first_uses, run_length(bits)):
+                data = read_pieces(file, bits, first, count)
+                added = [numbers[piece] for piece in range(first, first + count)]
+                block = writer.blocks
+                for number in added:
+                    reuse.block[number] = block
+                    block += table.blocks[number]
+                writer.add([(keys[number], table.blocks[number]) for number in added], data)
+                progress.advance(len(data))
         pack = writer.finish()
         commit(store, lease, upload, pack.blob, grown)
     return pack

@@ -22,6 +22,7 @@ Modules, from the kernel upwards:
 `layers`       `LayerMounts`: layers mounted once, shared, released with the last user
 `format`       `state.json` of a sandbox
 `scratch`      an ext4 image that bounds upper and work
+`detached`     uppers taken where nothing is mounted, so that the number of sandboxes doesn't slow the next one
 `deletion`     whole trees, whatever a sandbox left in them
 `holders`      who keeps a mount busy
 `runs`         what runs in a sandbox, so that it can be stopped

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from layerstore.errors import (
     ConflictError,
@@ -41,6 +41,7 @@ from layerstore.errors import (
 )
 from overlay import mountinfo, runs
 from overlay.deletion import remove_tree
+from overlay.detached import DetachedCopy
 from overlay.format import MAX_SIZE, SandboxState, chain_of
 from overlay.holders import Holder, holders_of
 from overlay.layers import USER, LayerMounts, Leftover, MountableLayer
@@ -363,16 +364,25 @@ class Sandboxes:
         upper, work = _writable(directory, state)
         if new:
             self._root_attributes(layers[-1].digest, lowers[-1]).apply(upper or directory + "/empty")
-        mount_overlay(
+        mount_on_rootfs = partial(
+            mount_overlay,
             lowers,
-            upper,
-            work,
-            directory + "/rootfs",
+            target=directory + "/rootfs",
             empty=directory + "/empty",
             read_only=state.read_only,
             volatile=True,
             checked=True,
         )
+        detached = self._detached if upper is not None and state.scratch is None else None
+        if detached is not None:
+            try:
+                mount_on_rootfs(detached.path(state.id + "/upper"), detached.path(state.id + "/work"))
+                return
+            except ImgtoolError:
+                pass  # a kernel that takes no layers from detached mounts; any other reason comes up again
+        mount_on_rootfs(upper, work)
+        if detached is not None:
+            self._detached = None
 
     def _clear(self, fd: int, directory: str, name: str, digests: tuple[str, ...] | None) -> Removal:
         """Everything of a sandbox without state.json; its lock is held. ``digests`` None: not known."""
@@ -426,6 +436,14 @@ class Sandboxes:
     def _boot_id(self) -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
             return stream.read().strip()
+
+    @cached_property
+    def _detached(self) -> DetachedCopy | None:
+        """Where uppers are taken from, if the kernel lets us."""
+        try:
+            return DetachedCopy(self._directory)
+        except OSError:
+            return None
 
     @cached_property
     def _prepared(self) -> bool:

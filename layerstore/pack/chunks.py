@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from layerstore.pack.format import BLOCK_SIZE
 from layerstore.progress import Progress
@@ -29,6 +31,9 @@ INDEX_ENTRY = 8
 
 _BATCH = 4 * 1024 * 1024
 """Bytes that one job of the pool hashes: large against the cost of handing it over."""
+
+_RUN = 1024 * 1024
+"""Bytes read at once of a file whose chunks are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +84,38 @@ def pieces(file: File, bits: int) -> Iterator[int]:
         yield from range(first, after)
 
 
-def read_piece(file: File, bits: int, number: int) -> bytes:
-    """A chunk's bytes: holes inside it are zeros, and zeros pad it to whole blocks."""
+def read_pieces(file: File, bits: int, first: int, count: int) -> bytes:
+    """Neighbouring chunks' bytes: holes inside them are zeros, and zeros pad the file's last one to whole blocks."""
     size = BLOCK_SIZE << bits
-    start = number * size
-    length = min(size, file.size - start)
+    start = first * size
+    length = min(count * size, file.size - start)
     padded = -(-length // BLOCK_SIZE) * BLOCK_SIZE
-    if len(file.extents) == 1:
-        offset, extent_length, source, at = file.extents[0]
+    extents = file.extents
+    if len(extents) == 1:
+        offset, extent_length, source, at = extents[0]
         if offset <= start and start + length <= offset + extent_length:
             data = source.read_at(at + start - offset, length)
             return data if length == padded else data + bytes(padded - length)
-    piece = bytearray(padded)
-    for offset, extent_length, source, at in file.extents:
+    run = bytearray(padded)
+    for offset, extent_length, source, at in extents:
         low, high = max(offset, start), min(offset + extent_length, start + length)
         if low < high:
-            piece[low - start : high - start] = source.read_at(at + low - offset, high - low)
-    return bytes(piece)
+            run[low - start : high - start] = source.read_at(at + low - offset, high - low)
+    return bytes(run)
+
+
+def runs(numbers: Iterable[int], most: int) -> Iterator[tuple[int, int]]:
+    """Rising numbers as (first, count) of neighbours, at most ``most`` together."""
+    first = count = 0
+    for number in numbers:
+        if count and number == first + count and count < most:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = number, 1
+    if count:
+        yield first, count
 
 
 @dataclass(slots=True)
@@ -121,8 +141,7 @@ class ChunkTable:
         return sum(self.blocks) * BLOCK_SIZE
 
 
-@dataclass(slots=True)
-class ChunkedFile:
+class ChunkedFile(NamedTuple):
     """A file, its chunk size, and the number of the chunk behind each of its pieces that hold data."""
 
     file: File
@@ -137,52 +156,58 @@ def is_inline(file: File, sizes: Sizes) -> bool:
     )
 
 
+Job = tuple[File, int, int, int]
+"""File, bits, first piece and number of pieces to hash."""
+
+Hashed = tuple[File, int, int, list[tuple[bytes, int]]]
+"""File, bits, first piece, and key and blocks of each."""
+
+
+def run_length(bits: int) -> int:
+    """How many neighbouring pieces are read at once."""
+    return max(1, _RUN // (BLOCK_SIZE << bits))
+
+
 def chunk_files(
     files: Iterable[File], sizes: Sizes, pool: ThreadPoolExecutor, jobs: int, progress: Progress
 ) -> ChunkTable:
     """Hash every chunk of the files that are not inline; the result doesn't depend on ``jobs``."""
     table = ChunkTable()
-    under_way: list[Future[list[tuple[File, int, list[tuple[int, bytes, int]]]]]] = []
-
-    def take(result: list[tuple[File, int, list[tuple[int, bytes, int]]]]) -> None:
-        for file, bits, hashed in result:
-            if not table.files or table.files[-1].file is not file:
-                table.files.append(ChunkedFile(file, bits, array("I")))
-            chunks = table.files[-1].chunks
-            for piece, key, blocks in hashed:
-                number = table.keys.setdefault(key, len(table.keys))
-                if number == len(table.blocks):
-                    table.blocks.append(blocks)
-                    table.first_file.append(len(table.files) - 1)
-                    table.first_piece.append(piece)
-                chunks.append(number)
-
+    under_way: deque[Future[list[Hashed]]] = deque()
     for batch in _batches((file for file in files if not is_inline(file, sizes)), sizes):
         under_way.append(pool.submit(_hash_batch, batch, progress))
         if len(under_way) > jobs + 1:
-            take(under_way.pop(0).result())
-    for future in under_way:
-        take(future.result())
+            _enter(table, under_way.popleft().result())
+    while under_way:
+        _enter(table, under_way.popleft().result())
     return table
 
 
-def _batches(files: Iterable[File], sizes: Sizes) -> Iterator[list[tuple[File, int, range | list[int]]]]:
-    batch: list[tuple[File, int, range | list[int]]] = []
+def _enter(table: ChunkTable, hashed: list[Hashed]) -> None:
+    keys, blocks = table.keys, table.blocks
+    for file, bits, first, found in hashed:
+        if not table.files or table.files[-1].file is not file:
+            table.files.append(ChunkedFile(file, bits, array("I")))
+        chunks = table.files[-1].chunks
+        for piece, (key, length) in enumerate(found, first):
+            number = keys.setdefault(key, len(keys))
+            if number == len(blocks):
+                blocks.append(length)
+                table.first_file.append(len(table.files) - 1)
+                table.first_piece.append(piece)
+            chunks.append(number)
+
+
+def _batches(files: Iterable[File], sizes: Sizes) -> Iterator[list[Job]]:
+    batch: list[Job] = []
     room = _BATCH
     for file in files:
         bits = chunk_bits(file, sizes)
-        per_batch = max(1, _BATCH // (BLOCK_SIZE << bits))
-        numbers: list[int] = []
         if not file.extents:
-            batch.append((file, bits, numbers))
-        for number in pieces(file, bits):
-            numbers.append(number)
-            if len(numbers) == per_batch:
-                yield [*batch, (file, bits, numbers)]
-                batch, numbers, room = [], [], _BATCH
-        if numbers:
-            batch.append((file, bits, numbers))
-            room -= len(numbers) * min(BLOCK_SIZE << bits, file.size)
+            batch.append((file, bits, 0, 0))
+        for first, count in runs(pieces(file, bits), run_length(bits)):
+            batch.append((file, bits, first, count))
+            room -= min(count * (BLOCK_SIZE << bits), file.size)
             if room <= 0:
                 yield batch
                 batch, room = [], _BATCH
@@ -190,15 +215,17 @@ def _batches(files: Iterable[File], sizes: Sizes) -> Iterator[list[tuple[File, i
         yield batch
 
 
-def _hash_batch(
-    batch: list[tuple[File, int, range | list[int]]], progress: Progress
-) -> list[tuple[File, int, list[tuple[int, bytes, int]]]]:
-    result = []
-    for file, bits, numbers in batch:
-        hashed = []
-        for number in numbers:
-            data = read_piece(file, bits, number)
-            hashed.append((number, hashlib.sha256(data).digest(), len(data) // BLOCK_SIZE))
-            progress.advance(len(data))
-        result.append((file, bits, hashed))
+def _hash_batch(batch: list[Job], progress: Progress) -> list[Hashed]:
+    result: list[Hashed] = []
+    done = 0
+    for file, bits, first, count in batch:
+        data = memoryview(read_pieces(file, bits, first, count)) if count else memoryview(b"")
+        size = BLOCK_SIZE << bits
+        result.append((file, bits, first, [_key(data[start : start + size]) for start in range(0, len(data), size)]))
+        done += len(data)
+    progress.advance(done)
     return result
+
+
+def _key(data: memoryview) -> tuple[bytes, int]:
+    return hashlib.sha256(data).digest(), len(data) // BLOCK_SIZE

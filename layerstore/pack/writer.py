@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import zstandard
@@ -55,10 +56,10 @@ class PackWriter:
         """Blocks added so far: the address of the next chunk."""
         return (self._raw_size + self._pending) // BLOCK_SIZE
 
-    def add(self, key: bytes, data: bytes) -> None:
-        """Append a chunk: whole blocks, and the sha256 of them."""
-        assert len(data) % BLOCK_SIZE == 0
-        self._chunks += ChunkRecord(key, len(data) // BLOCK_SIZE).pack()
+    def add(self, chunks: Iterable[tuple[bytes, int]], data: bytes) -> None:
+        """Append neighbouring chunks: the sha256 and the blocks of each, and the bytes of all."""
+        for key, blocks in chunks:
+            self._chunks += ChunkRecord.STRUCT.pack(key, blocks)
         self._pieces.append(data)
         self._pending += len(data)
         while self._pending >= FRAME_SIZE:

@@ -26,8 +26,8 @@ from layerstore.errors import (
     UnsupportedError,
     UsageError,
 )
+from overlay import detached, mountinfo
 from overlay import layers as layers_module
-from overlay import mountinfo
 from overlay import sandbox as sandbox_module
 from overlay import scratch as scratch_module
 from overlay.layers import LayerMounts, Leftover, MountableLayer
@@ -618,6 +618,35 @@ def test_one_id_wanted_by_several_at_once(root: str, layers: list[MountableLayer
     node = Sandboxes(root)
     assert node.stands(node.get("box"))
     node.remove("box")
+    assert left_in(root) == []
+
+
+def test_uppers_come_from_a_detached_mount_where_the_kernel_takes_them(
+    root: str, layers: list[MountableLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Sandboxes(root)
+    sandbox = create(node, layers, id="fast")
+    Path(sandbox.rootfs, "written").write_text("x")
+    assert os.listdir(f"{root}/sandboxes/fast/upper") == ["written"]
+    del node
+
+    def refused(directory_fd: int, path: str, flags: int) -> int:
+        raise OSError(22, "Invalid argument")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(detached, "open_tree", refused)
+        create(Sandboxes(root), layers, id="plain")
+    other = Sandboxes(root)
+    assert other._detached is not None
+    monkeypatch.setattr(other._detached, "path", lambda below: f"{root}/nowhere/{below}")
+    create(other, layers, id="fallback")
+    assert other._detached is None
+    for name in ("plain", "fallback"):
+        sandbox = other.get(name)
+        Path(sandbox.rootfs, "written").write_text("x")
+        assert os.listdir(f"{root}/sandboxes/{name}/upper") == ["written"]
+    for name in ("fast", "plain", "fallback"):
+        other.remove(name)
     assert left_in(root) == []
 
 

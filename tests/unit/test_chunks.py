@@ -19,7 +19,8 @@ from layerstore.pack.chunks import (
     chunk_files,
     is_inline,
     pieces,
-    read_piece,
+    read_pieces,
+    runs,
 )
 from layerstore.pack.reuse import Candidate, choose
 from layerstore.pack.stored import Span, StoredPack
@@ -68,10 +69,10 @@ def test_a_sparse_giant_with_512_bytes_costs_little() -> None:
     file = sparse(size, (size - 512, b"d" * 512))
     bits = chunk_bits(file, Sizes())
     index = -(-size // (BLOCK_SIZE << bits)) * 8
-    data = sum(len(read_piece(file, bits, piece)) for piece in pieces(file, bits))
+    data = sum(len(read_pieces(file, bits, piece, 1)) for piece in pieces(file, bits))
     assert index + data < 4 << 20
     [last] = pieces(file, bits)
-    assert read_piece(file, bits, last).rstrip(b"\0").lstrip(b"\0") == b"d" * 512
+    assert read_pieces(file, bits, last, 1).rstrip(b"\0").lstrip(b"\0") == b"d" * 512
 
 
 @pytest.mark.case("T64")
@@ -84,7 +85,15 @@ def test_holes_of_a_block_survive_where_that_is_cheap() -> None:
 
 def test_pieces_are_padded_and_holes_inside_are_zeros() -> None:
     file = sparse(10_000, (100, b"x" * 50), (9_000, b"y" * 1000))
-    assert read_piece(file, 2, 0) == bytes(100) + b"x" * 50 + bytes(8850) + b"y" * 1000 + bytes(2288)
+    assert read_pieces(file, 2, 0, 1) == bytes(100) + b"x" * 50 + bytes(8850) + b"y" * 1000 + bytes(2288)
+
+
+def test_neighbours_are_read_together() -> None:
+    assert list(runs([0, 1, 2, 5, 7, 8], 2)) == [(0, 2), (2, 1), (5, 1), (7, 2)]
+    assert list(runs([], 2)) == []
+    data = bytes(range(256)) * 100
+    assert read_pieces(dense(data), 0, 1, 3) == data[4096 : 4 * 4096]
+    assert read_pieces(dense(data), 0, 5, 2) == data[5 * 4096 :].ljust(2 * 4096, b"\0")
 
 
 def test_equal_chunks_are_one_and_order_is_that_of_first_use() -> None:

@@ -30,7 +30,7 @@ def write_pack(store: MemoryStore, chunks: list[bytes], *, level: int = 3, jobs:
     with ThreadPoolExecutor(jobs) as pool, store.upload() as upload:
         writer = PackWriter(upload, pool, jobs=jobs, level=level)
         for chunk in chunks:
-            writer.add(hashlib.sha256(chunk).digest(), chunk)
+            writer.add([(hashlib.sha256(chunk).digest(), len(chunk) // BLOCK_SIZE)], chunk)
         pack = writer.finish()
         upload.commit(pack.blob, pack.blob_size)
     return pack
