@@ -11,7 +11,7 @@ from layerstore.image import Image, Layer, parse_image, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.descriptor import Descriptor
 from layerstore.opened import open_layer
-from layerstore.pack.chunks import MAX_CHUNK_SIZE
+from layerstore.pack.chunks import MAX_CHUNK_SIZE, chunk_key
 from layerstore.pack.format import BLOCK_SIZE, ChunkRecord, unpack_chunk_list
 from layerstore.pack.reader import FrameIndex, read_span
 from layerstore.pack.stored import StoredPack
@@ -69,7 +69,7 @@ class ContentCheck:
                 raw_hash.update(raw)
                 buffer += raw
                 while blocks and len(buffer) >= blocks * BLOCK_SIZE:
-                    if hashlib.sha256(memoryview(buffer)[: blocks * BLOCK_SIZE]).digest() != key:
+                    if chunk_key(memoryview(buffer)[: blocks * BLOCK_SIZE]) != key:
                         raise CorruptError(f"chunk {key.hex()} of pack {pack.digest} is another than its list says")
                     del buffer[: blocks * BLOCK_SIZE]
                     key, blocks = next(chunks, (b"", 0))

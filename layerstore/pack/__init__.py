@@ -9,7 +9,7 @@
 
 * **pack**: named by the sha256 of its raw bytes, whatever the compressed blob's digest is.
 * **frame**: 256 KiB of raw pack, compressed alone, with its own sha256: the unit of fetch and verification.
-* **chunk**: a piece of a file, padded to whole blocks, named by the sha256 of the padded bytes: the unit of
+* **chunk**: a piece of a file, padded to whole blocks, named by the BLAKE3 of the padded bytes: the unit of
   deduplication. Chunks lie in the pack one behind the other.
 
 ``zstd -d`` of the blob gives the raw pack. Packs never change, so readers need no locks; a writer belongs to one

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from blake3 import blake3
 
 from layerstore.pack.format import BLOCK_SIZE
 from layerstore.progress import Progress
 from layerstore.tree.inode import File
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 CHUNK_SIZE = 16 * 1024
 """Bytes of a chunk of an ordinary file. Part of the format version; ``docs/measurements.md`` has what others give."""
@@ -123,7 +127,7 @@ class ChunkTable:
     """The distinct chunks of a tree in order of first use, and which of them each file is made of.
 
     Attributes:
-        keys: sha256 of each chunk, to its number.
+        keys: name of each chunk, to its number.
         blocks: length of each chunk.
         first_file, first_piece: where each chunk can be read.
         files: each chunked file once, in the order of the walk.
@@ -154,6 +158,11 @@ def is_inline(file: File, sizes: Sizes) -> bool:
     return file.size <= sizes.inline and (
         file.size == 0 or (len(file.extents) == 1 and file.extents[0].length == file.size)
     )
+
+
+def chunk_key(data: Buffer) -> bytes:
+    """The name of a chunk: BLAKE3 of its padded bytes, 32 of them."""
+    return blake3(data).digest()
 
 
 Job = tuple[File, int, int, int]
@@ -228,4 +237,4 @@ def _hash_batch(batch: list[Job], progress: Progress) -> list[Hashed]:
 
 
 def _key(data: memoryview) -> tuple[bytes, int]:
-    return hashlib.sha256(data).digest(), len(data) // BLOCK_SIZE
+    return chunk_key(data), len(data) // BLOCK_SIZE

@@ -40,9 +40,12 @@ FRAME_INDEX_MAGIC = b"\xcd\xe4\xec\x67"
 FRAME_INDEX_VERSION = 1
 COMPRESSION_ZSTD = 1
 HASH_SHA256 = 1
+"""Of frames; the number is the draft's."""
 
 CHUNK_LIST_MAGIC = b"imgchunk"
 CHUNK_LIST_VERSION = 1
+CHUNK_HASH_BLAKE3 = 1
+"""Of chunks; the number is ours. To change it costs the deduplication against every pack that is stored."""
 CHUNK_LIST_INCOMPATIBLE = 0
 """Incompatible features that are understood: none yet."""
 
@@ -118,20 +121,25 @@ class ChunkListHeader:
     compatible: int = 0
     incompatible: int = 0
 
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sHxxIII")
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sHBxIII")
 
     def pack(self) -> bytes:
-        return self.STRUCT.pack(CHUNK_LIST_MAGIC, CHUNK_LIST_VERSION, self.compatible, self.incompatible, self.chunks)
+        return self.STRUCT.pack(
+            CHUNK_LIST_MAGIC, CHUNK_LIST_VERSION, CHUNK_HASH_BLAKE3, self.compatible, self.incompatible, self.chunks
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> ChunkListHeader:
         if len(data) < cls.STRUCT.size:
             raise MalformedError(f"chunk list has {len(data)} bytes, its header alone takes {cls.STRUCT.size}")
-        magic, version, compatible, incompatible, chunks = cls.STRUCT.unpack_from(data)
+        magic, version, algorithm, compatible, incompatible, chunks = cls.STRUCT.unpack_from(data)
         if magic != CHUNK_LIST_MAGIC:
             raise MalformedError(f"not a chunk list: magic {magic!r}")
-        if version != CHUNK_LIST_VERSION:
-            raise UnsupportedError(f"chunk list of version {version}; this release reads {CHUNK_LIST_VERSION}")
+        if version != CHUNK_LIST_VERSION or algorithm != CHUNK_HASH_BLAKE3:
+            raise UnsupportedError(
+                f"chunk list of version {version} with hash {algorithm}; this release reads version "
+                f"{CHUNK_LIST_VERSION} with hash {CHUNK_HASH_BLAKE3} (BLAKE3)"
+            )
         if incompatible & ~CHUNK_LIST_INCOMPATIBLE:
             raise UnsupportedError(f"chunk list needs unknown features {incompatible:#x}")
         return cls(chunks, compatible, incompatible)
@@ -139,15 +147,15 @@ class ChunkListHeader:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """A chunk: sha256 of its padded bytes, and how many blocks it takes. It begins where the one before ends."""
+    """A chunk: BLAKE3 of its padded bytes, and how many blocks it takes. It begins where the one before ends."""
 
-    sha256: bytes
+    key: bytes
     blocks: int
 
     STRUCT: ClassVar[struct.Struct] = struct.Struct("<32sI")
 
     def pack(self) -> bytes:
-        return self.STRUCT.pack(self.sha256, self.blocks)
+        return self.STRUCT.pack(self.key, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)

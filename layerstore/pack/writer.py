@@ -57,7 +57,7 @@ class PackWriter:
         return (self._raw_size + self._pending) // BLOCK_SIZE
 
     def add(self, chunks: Iterable[tuple[bytes, int]], data: bytes) -> None:
-        """Append neighbouring chunks: the sha256 and the blocks of each, and the bytes of all."""
+        """Append neighbouring chunks: the key and the blocks of each, and the bytes of all."""
         for key, blocks in chunks:
             self._chunks += ChunkRecord.STRUCT.pack(key, blocks)
         self._pieces.append(data)

@@ -7,12 +7,13 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.tools import need_tool
 import zstandard
+from support.tools import need_tool
 
 from layerstore.digest import Digest
 from layerstore.errors import CorruptError, MalformedError, UnsupportedError
 from layerstore.pack import format as pack_format
+from layerstore.pack.chunks import chunk_key
 from layerstore.pack.format import BLOCK_SIZE, FRAME_SIZE, ChunkListHeader, ChunkRecord, FrameIndexHeader, FrameRecord
 from layerstore.pack.reader import FrameIndex, PackReader, read_span
 from layerstore.pack.stored import StoredPack
@@ -30,7 +31,7 @@ def write_pack(store: MemoryStore, chunks: list[bytes], *, level: int = 3, jobs:
     with ThreadPoolExecutor(jobs) as pool, store.upload() as upload:
         writer = PackWriter(upload, pool, jobs=jobs, level=level)
         for chunk in chunks:
-            writer.add([(hashlib.sha256(chunk).digest(), len(chunk) // BLOCK_SIZE)], chunk)
+            writer.add([(chunk_key(chunk), len(chunk) // BLOCK_SIZE)], chunk)
         pack = writer.finish()
         upload.commit(pack.blob, pack.blob_size)
     return pack
