@@ -86,3 +86,13 @@ def test_packages_are_all_listed_for_the_build() -> None:
     listed = set(tomllib.loads((TOP / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {".".join(path.parent.relative_to(TOP).parts) for path in MODULES if path.name == "__init__.py"}
     assert listed == found
+
+
+def test_every_field_case_has_its_test() -> None:
+    listed = {line.split()[0] for line in (TOP / "tests/cases.txt").read_text().splitlines() if line[0] != "#"}
+    marked = set()
+    for path in (TOP / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "case":
+                marked |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+    assert listed <= marked
