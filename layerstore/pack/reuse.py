@@ -20,7 +20,7 @@ MAX_FOREIGN_PACKS = 32
 from; ``docs/measurements.md`` has what the bound costs."""
 
 MIN_SAVING = 16 * BLOCK_SIZE
-"""Bytes for which another pack is not worth its requests."""
+"""Bytes for which another pack is not worth its requests, nor that copying the layer copies that pack."""
 
 
 @dataclass(slots=True)
@@ -115,9 +115,9 @@ def choose(
             heapq.heappush(heap, (*current, candidate.pack.digest))
             continue
         is_foreign, saved = current[0], -current[1] * BLOCK_SIZE
-        if not saved or (is_foreign and (foreign == limit or saved < MIN_SAVING)):
-            if is_foreign:
-                break
+        if is_foreign and (foreign == limit or saved < MIN_SAVING):
+            break
+        if saved < MIN_SAVING:
             continue
         try:
             verify(candidate.pack)
