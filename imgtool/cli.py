@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import signal
 import sys
 import traceback
@@ -72,6 +74,7 @@ class _Terminated(BaseException):
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: another must not disturb the cleaning up
     raise _Terminated
 
 
@@ -79,22 +82,28 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code, never raises."""
     debug = "--debug" in arguments
     try:
-        result = main.main(list(arguments), prog_name="imgtool", standalone_mode=False)
+        # Not main.main(): that turns a broken pipe into exit code 1, and Ctrl-C into an empty line.
+        with main.make_context("imgtool", list(arguments) or ["--help"]) as context:
+            result = main.invoke(context)
+        if sys.stdout:  # None where descriptor 1 is closed
+            sys.stdout.flush()
         return result if isinstance(result, int) else ExitCode.OK
     except ImgtoolError as error:
         return _failed(str(error), of_error(error), debug)
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        error.show()
-        return ExitCode.USAGE
-    except (KeyboardInterrupt, click.Abort):
+        context_of = getattr(error, "ctx", None)
+        where = context_of.command_path if context_of else "imgtool"
+        message = " ".join(error.format_message().split()).rstrip(".")
+        return _failed(f"{message}; see {where} --help", ExitCode.USAGE, debug)
+    except KeyboardInterrupt:
         return _failed("interrupted; nothing was left behind", ExitCode.INTERRUPTED, debug)
     except _Terminated:
         return _failed("terminated; nothing was left behind", ExitCode.TERMINATED, debug)
     except BrokenPipeError:
         # The reader of our output has gone, as in `imgtool tree X | head`; say nothing, as other tools do.
-        sys.stderr.close()
+        _discard_output()
         return ExitCode.OK
     except OSError as error:
         mapped = from_os_error(error, "the operating system refused")
@@ -103,6 +112,16 @@ def run(arguments: Sequence[str]) -> int:
         return _failed("out of memory; lower --jobs", ExitCode.UNAVAILABLE, debug)
     except Exception as error:  # a fault of ours: one line, and a code of its own
         return _failed(f"internal error: {type(error).__name__}: {error}; please report it", ExitCode.INTERNAL, debug)
+
+
+def _discard_output() -> None:
+    """What is still buffered can't be written: Python would try again at its end, and complain."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError):
+        pass  # standard output is no file, or closed
 
 
 def _failed(message: str, code: ExitCode, debug: bool) -> int:
@@ -121,5 +140,8 @@ def _one_line(message: str) -> str:
 
 def entry() -> None:
     """What the ``imgtool`` script calls."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the locale has no letters for is shown all the same
+            stream.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run(sys.argv[1:]))

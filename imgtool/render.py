@@ -37,6 +37,7 @@ def warn(text: str) -> None:
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> None:
     """Columns under headings; columns in ``right`` are numbers. Never cut where the output is no terminal."""
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -48,5 +49,6 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right
         table.add_row(*(Text(cell) for cell in row))
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
-        console = Console(file=sys.stdout, highlight=False, width=console.measure(table).maximum + 1_000)
+        widest = sum(max(map(cell_len, column)) for column in zip(headings, *rows, strict=True))
+        console = Console(file=sys.stdout, highlight=False, width=widest + 2 * len(headings))
     console.print(table)

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from layerstore.digest import Digest
 from layerstore.errors import ConflictError, UsageError, printable
 from layerstore.image import Image, Role, load_image, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.document import dump
 from layerstore.opened import open_layer
-from layerstore.publish import current, publish_config, publish_image
+from layerstore.publish import Publisher, current
 from layerstore.store.protocol import Store, WriteStore
 from layerstore.tree.union import Conflict, conflicts, listed_whiteouts
 
@@ -50,13 +51,17 @@ def plan_stack(
     Raises:
         NotFoundError: one of the names.
         ConflictError: made over another base, or for another platform, or whiteouts that no lower directory takes up.
-        UsageError: an image of another role than asked for.
+        UsageError: an image of another role than asked for, or a layer twice.
     """
     wanted = [(base, Role.BASE), *([(workspace, Role.WORKSPACE)] if workspace else [])]
     wanted += [(name, Role.TOOLKIT) for name in toolkits]
     images = [_single(store, name, role) for name, role in wanted]
     layers = tuple(image.layers[0] for image in images)
+    seen: dict[Digest, str] = {}
     for (name, _), layer in zip(wanted, layers, strict=True):
+        if layer.metadata in seen:
+            raise UsageError(f"{name!r} is the same layer as {seen[layer.metadata]!r}; a stack has each once")
+        seen[layer.metadata] = name
         if layer.base not in (None, layers[0].metadata) and not force:
             raise ConflictError(
                 f"{name!r} was made over base layer {layer.base}, not over {base!r} ({layers[0].metadata}); "
@@ -93,9 +98,10 @@ def publish_stack(store: WriteStore, stack: Stack, *, tag: str | None) -> Image:
     before = None if tag is None else current(store, tag)
     with store.lease() as lease:
         diff_ids = [digest for layer in stack.image.layers for digest in layer.raw_digests]
-        config = publish_config(store, lease, stack.config, diff_ids)
+        publisher = Publisher(store, lease)
+        config = publisher.config(stack.config, diff_ids)
         image = Image(stack.image.layers, config)
-        publish_image(store, lease, image, tag=tag, expected=before)
+        publisher.image(image, tag=tag, expected=before)
     return image
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import zstandard
 
@@ -36,6 +37,7 @@ from layerstore.pack.chunks import (
     INDEX_ENTRY,
     ChunkTable,
     Sizes,
+    Taker,
     chunk_files,
     pieces,
     read_pieces,
@@ -47,11 +49,12 @@ from layerstore.pack.reuse import Reuse, choose, find
 from layerstore.pack.stored import StoredPack
 from layerstore.pack.writer import DEFAULT_LEVEL, PackWriter
 from layerstore.progress import SILENT, Progress
-from layerstore.publish import commit, current, publish_config, publish_image
-from layerstore.store.protocol import Lease, WriteStore
-from layerstore.tree.inode import Directory
+from layerstore.publish import Publisher, current
+from layerstore.store.protocol import Upload, WriteStore
+from layerstore.store.reading import is_intact
+from layerstore.tree.inode import Directory, File
 
-_HASH_STEP = 1 << 20
+_STEP = 1 << 20
 _METADATA_LEVEL = 9
 """A metadata image is small and is fetched before everything else: worth a slower compressor."""
 
@@ -143,36 +146,36 @@ def convert(
     warnings = _Warnings(warn)
     before = None if tag is None else current(store, tag)
     with ExitStack() as stack:
-        lease = stack.enter_context(store.lease())
+        publisher = Publisher(store, stack.enter_context(store.lease()))
         scratch = stack.enter_context(store.scratch())
         pool = stack.enter_context(ThreadPoolExecutor(conversion.jobs, thread_name_prefix="convert"))
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+        work = _Work(conversion, publisher, scratch, pool, progress, warnings)
         base = _load_base(conversion, store, scratch, stack)
         reader = SourceReader(scratch, stack, conversion.platform, conversion.limits, progress, warnings)
         material = reader.read(conversion.source, base)
         entries, files = survey(material.tree)
         for file in files:
             file.chunks = None  # one that comes from the base still has its address there
-        progress.start("hash", sum(extent.length for file in files for extent in file.extents))
-        table = chunk_files(files, conversion.sizes, pool, conversion.jobs, progress)
-        _check_indexes(table, conversion.limits)
-        reuse = _reuse(conversion, table, base, store, lease, progress, warnings)
-        grown: dict[Digest, int] = {}
-        new = _write_pack(conversion, table, reuse, store, lease, pool, progress, grown)
+        own = base.layer.packs if base else ()
+        if present := work.packs(own):
+            table = work.chunks(files, "hash")
+            reuse = work.reuse(table, present, own)
+            new = work.write_rest(table, reuse)
+        else:
+            table, reuse, new = work.write_all(files)
         packs = ((new,) if new else ()) + reuse.packs
         _assign(table, reuse, new)
-        metadata = _write_metadata(material.tree, packs, scratch, store, lease, progress, grown)
         layer = Layer(
             conversion.role,
-            *metadata,
+            *work.write_metadata(material.tree, packs),
             packs=packs,
             base=base.layer.metadata if base else None,
             source=material.digest,
             diff_ids=material.diff_ids,
         )
-        config = publish_config(store, lease, material.config, layer.raw_digests, grown)
-        image = Image((layer,), config)
-        target = publish_image(store, lease, image, tag=tag, expected=before, grown=grown)
+        image = Image((layer,), publisher.config(material.config, layer.raw_digests))
+        target = publisher.image(image, tag=tag, expected=before)
     new_blocks = sum(b for b, source in zip(table.blocks, reuse.source, strict=True) if source < 0)
     return Report(
         target.digest,
@@ -181,7 +184,7 @@ def convert(
         table.raw_size,
         new_blocks * BLOCK_SIZE,
         table.raw_size - new_blocks * BLOCK_SIZE,
-        sum(grown.values()),
+        publisher.grown,
         entries,
         tuple(warnings.texts),
     )
@@ -213,126 +216,125 @@ def _load_base(conversion: Conversion, store: WriteStore, scratch: str, stack: E
     return Base(conversion.base, image.layers[0], opened.tree(), conversion.rebase)
 
 
-def _reuse(
-    conversion: Conversion,
-    table: ChunkTable,
-    base: Base | None,
-    store: WriteStore,
-    lease: Lease,
-    progress: Progress,
-    warn: Callable[[str], None],
-) -> Reuse:
-    own = base.layer.packs if base else ()
-    packs = {pack.digest: pack for pack in own}
-    if conversion.dedup:
-        unreadable: list[str] = []
-        for pack in all_packs(store, unreadable):
-            packs.setdefault(pack.digest, pack)
-        for text in unreadable:
-            warn(f"not reusing from an image that can't be read: {text}")
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The steps between a tree and its layer, with what all of them need."""
 
-    def verify(pack: StoredPack) -> None:
-        lease.pin([pack.blob])
-        progress.start("verify", pack.blob_size)
-        verify_blob(store, pack.blob, pack.blob_size, progress)
+    conversion: Conversion
+    publisher: Publisher
+    scratch: str
+    pool: ThreadPoolExecutor
+    progress: Progress
+    warn: Callable[[str], None]
 
-    candidates = find(table, packs.values(), store, warn)
-    return choose(table, candidates, preferred=frozenset(pack.digest for pack in own), verify=verify, warn=warn)
+    def packs(self, own: Sequence[StoredPack]) -> list[StoredPack]:
+        """The packs that may be referred to: the base's, and all that the store has."""
+        packs = {pack.digest: pack for pack in own}
+        if self.conversion.dedup:
+            unreadable: list[str] = []
+            for pack in all_packs(self.publisher.store, unreadable):
+                packs.setdefault(pack.digest, pack)
+            for text in unreadable:
+                self.warn(f"not reusing from an image that can't be read: {text}")
+        return list(packs.values())
 
+    def chunks(self, files: Sequence[File], step: str, take: Taker | None = None) -> ChunkTable:
+        """Name all chunks; ``take`` gets the bytes of each distinct one."""
+        self.progress.start(step, sum(extent.length for file in files for extent in file.extents))
+        jobs, sizes = self.conversion.jobs, self.conversion.sizes
+        table = chunk_files(files, sizes, self.pool, jobs, self.progress, take or (lambda chunks, data: None))
+        _check_indexes(table, self.conversion.limits)
+        return table
 
-def verify_blob(store: WriteStore, digest: Digest, size: int, progress: Progress) -> None:
-    """Hash a stored blob: its name is no proof of its bytes.
+    def reuse(self, table: ChunkTable, present: Sequence[StoredPack], own: Sequence[StoredPack]) -> Reuse:
+        """Choose packs to refer to. A pack's blob is hashed before: its name is no proof of its bytes."""
+        store = self.publisher.store
 
-    Raises:
-        CorruptError: it isn't what its name says.
-    """
-    hasher = digest.hasher()
-    with store.open(digest) as blob:
-        if blob.size != size:
-            raise CorruptError(f"blob {digest}", expected=f"{size} bytes", actual=f"{blob.size}")
-        for offset in range(0, size, _HASH_STEP):
-            piece = blob.read_at(offset, min(_HASH_STEP, size - offset))
-            hasher.update(piece)
-            progress.advance(len(piece))
-    digest.check(hasher, f"blob {digest}")
+        def verify(pack: StoredPack) -> None:
+            self.publisher.lease.pin([pack.blob])
+            self.progress.start("verify", pack.blob_size)
+            with store.open(pack.blob) as blob:
+                if blob.size != pack.blob_size or not is_intact(blob, pack.blob, self.progress):
+                    raise CorruptError(f"blob {pack.blob} in {store.location} is corrupt")
 
+        candidates = find(table, present, store, self.warn)
+        preferred = frozenset(pack.digest for pack in own)
+        return choose(table, candidates, preferred=preferred, verify=verify, warn=self.warn)
 
-def _write_pack(
-    conversion: Conversion,
-    table: ChunkTable,
-    reuse: Reuse,
-    store: WriteStore,
-    lease: Lease,
-    pool: ThreadPoolExecutor,
-    progress: Progress,
-    grown: dict[Digest, int],
-) -> StoredPack | None:
-    """Write the chunks that no chosen pack has; their blocks are entered into ``reuse.block``."""
-    is_new = [source < 0 for source in reuse.source]
-    if not any(is_new):
-        return None
-    progress.start("compress", sum(b for b, new in zip(table.blocks, is_new, strict=True) if new) * BLOCK_SIZE)
-    keys = list(table.keys)
-    with store.upload() as upload:
-        writer = PackWriter(upload, pool, jobs=conversion.jobs, level=conversion.level)
-        for index, (file, bits, chunks) in enumerate(table.files):
-            numbers = dict(zip(pieces(file, bits), chunks, strict=True))
-            first_uses = (
-                piece
-                for piece, number in numbers.items()
-                if is_new[number] and table.first_file[number] == index and table.first_piece[number] == piece
-            )
-            for first, count in runs(first_uses, run_length(bits)):
-                data = read_pieces(file, bits, first, count)
-                added = [numbers[piece] for piece in range(first, first + count)]
-                block = writer.blocks
-                for number in added:
-                    reuse.block[number] = block
-                    block += table.blocks[number]
-                writer.add([(keys[number], table.blocks[number]) for number in added], data)
-                progress.advance(len(data))
+    def write_all(self, files: Sequence[File]) -> tuple[ChunkTable, Reuse, StoredPack | None]:
+        """Where nothing can be referred to, hash and write in one pass: the same pack as in two."""
+        with self.publisher.store.upload() as upload:
+            writer = self._writer(upload)
+            table = self.chunks(files, "pack", writer.add)
+            block = array("Q", [0, *accumulate(table.blocks)][: len(table.blocks)])
+            reuse = Reuse((), array("i", [-1]) * len(block), block)
+            return table, reuse, self._finish(writer, upload) if block else None
+
+    def write_rest(self, table: ChunkTable, reuse: Reuse) -> StoredPack | None:
+        """Write the chunks that no chosen pack has; their blocks are entered into ``reuse.block``."""
+        is_new = [source < 0 for source in reuse.source]
+        if not any(is_new):
+            return None
+        total = sum(blocks for blocks, new in zip(table.blocks, is_new, strict=True) if new)
+        self.progress.start("compress", total * BLOCK_SIZE)
+        keys = list(table.keys)
+        with self.publisher.store.upload() as upload:
+            writer = self._writer(upload)
+            for index, (file, bits, chunks) in enumerate(table.files):
+                numbers = dict(zip(pieces(file, bits), chunks, strict=True))
+                first_uses = (
+                    piece
+                    for piece, number in numbers.items()
+                    if is_new[number] and table.first_file[number] == index and table.first_piece[number] == piece
+                )
+                for first, count in runs(first_uses, run_length(bits)):
+                    data = read_pieces(file, bits, first, count)
+                    added = [numbers[piece] for piece in range(first, first + count)]
+                    block = writer.blocks
+                    for number in added:
+                        reuse.block[number] = block
+                        block += table.blocks[number]
+                    writer.add([(keys[number], table.blocks[number]) for number in added], data)
+                    self.progress.advance(len(data))
+            return self._finish(writer, upload)
+
+    def _writer(self, upload: Upload) -> PackWriter:
+        return PackWriter(upload, self.pool, jobs=self.conversion.jobs, level=self.conversion.level)
+
+    def _finish(self, writer: PackWriter, upload: Upload) -> StoredPack:
         pack = writer.finish()
-        commit(store, lease, upload, pack.blob, grown)
-    return pack
+        self.publisher.commit(upload, pack.blob)
+        return pack
+
+    def write_metadata(self, tree: Directory, packs: Sequence[StoredPack]) -> tuple[Digest, int, Digest, int]:
+        """Write and publish the metadata image; returns digest and size, raw and compressed."""
+        devices = [Device(pack.digest, pack.blocks) for pack in packs]
+        with ExitStack() as stack:
+            with os_errors("write the metadata image"):
+                file = stack.enter_context(tempfile.TemporaryFile(dir=self.scratch))
+            upload = stack.enter_context(self.publisher.store.upload())
+            summary = write_image(tree, devices, file)
+            self.progress.start("metadata", summary.bytes)
+            compressor = zstandard.ZstdCompressor(level=_METADATA_LEVEL).compressobj(size=summary.bytes)
+            with os_errors("read the metadata image"):
+                file.seek(0)
+                while piece := file.read(_STEP):
+                    upload.write(compressor.compress(piece))
+                    self.progress.advance(len(piece))
+            upload.write(compressor.flush())
+            blob, size = upload.digest(), upload.size
+            self.publisher.commit(upload, blob)
+        return summary.digest, summary.bytes, blob, size
 
 
 def _assign(table: ChunkTable, reuse: Reuse, new: StoredPack | None) -> None:
     """Give every chunked file the addresses of its chunks."""
     first_foreign = 2 if new else 1
-    for chunked in table.files:
-        count = -(-chunked.file.size // (BLOCK_SIZE << chunked.bits))
+    for file, bits, chunks in table.files:
+        count = -(-file.size // (BLOCK_SIZE << bits))
         addresses = array("Q", [HOLE]) * count
-        for piece, number in zip(pieces(chunked.file, chunked.bits), chunked.chunks, strict=True):
+        for piece, number in zip(pieces(file, bits), chunks, strict=True):
             source = reuse.source[number]
             device = 1 if source < 0 else first_foreign + source
             addresses[piece] = address(device, reuse.block[number])
-        chunked.file.chunks = Chunked(chunked.bits, addresses)
-
-
-def _write_metadata(
-    tree: Directory,
-    packs: tuple[StoredPack, ...],
-    scratch: str,
-    store: WriteStore,
-    lease: Lease,
-    progress: Progress,
-    grown: dict[Digest, int],
-) -> tuple[Digest, int, Digest, int]:
-    """Write and publish the metadata image; returns digest and size, raw and compressed."""
-    devices = [Device(pack.digest, pack.blocks) for pack in packs]
-    with ExitStack() as stack:
-        with os_errors("write the metadata image"):
-            file = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
-        upload = stack.enter_context(store.upload())
-        summary = write_image(tree, devices, file)
-        progress.start("metadata", summary.bytes)
-        compressor = zstandard.ZstdCompressor(level=_METADATA_LEVEL).compressobj(size=summary.bytes)
-        with os_errors("read the metadata image"):
-            file.seek(0)
-            while piece := file.read(_HASH_STEP):
-                upload.write(compressor.compress(piece))
-                progress.advance(len(piece))
-        upload.write(compressor.flush())
-        blob, size = upload.digest(), upload.size
-        commit(store, lease, upload, blob, grown)
-    return summary.digest, summary.bytes, blob, size
+        file.chunks = Chunked(bits, addresses)

@@ -142,7 +142,8 @@ def about(what: str) -> Iterator[None]:
 def from_os_error(error: OSError, what: str) -> ImgtoolError:
     text = f"{what}: {error.strerror or error}"
     if error.filename is not None:
-        text += f" ({printable(str(error.filename))})"
+        name = error.filename
+        text += f" ({printable(name if isinstance(name, bytes) else str(name))})"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(f"{text}; free space and run it again")
     if error.errno in (errno.ENOENT, errno.ENOTDIR):

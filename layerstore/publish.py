@@ -10,74 +10,63 @@ from layerstore.oci.descriptor import Descriptor
 from layerstore.store.protocol import Lease, Store, Upload, WriteStore
 
 
-def commit(
-    store: WriteStore, lease: Lease, upload: Upload, digest: Digest, grown: dict[Digest, int] | None = None
-) -> None:
-    """Commit what has been uploaded; ``grown`` collects the blobs that the store lacked, with their sizes."""
-    lease.pin([digest])
-    if grown is not None:
+class Publisher:
+    """Writes to ``store`` under ``lease``.
+
+    Attributes:
+        grown: bytes of the blobs that the store lacked.
+    """
+
+    def __init__(self, store: WriteStore, lease: Lease) -> None:
+        self.store = store
+        self.lease = lease
+        self.grown = 0
+
+    def commit(self, upload: Upload, digest: Digest) -> None:
+        """Commit what has been uploaded."""
+        self.lease.pin([digest])
         try:
-            store.stat(digest)
+            self.store.stat(digest)
         except NotFoundError:
-            grown[digest] = upload.size
-    upload.commit(digest, upload.size)
+            self.grown += upload.size
+        upload.commit(digest, upload.size)
 
+    def small(self, data: bytes) -> Digest:
+        """Publish a blob that fits in memory."""
+        digest = Digest.of(data)
+        with self.store.upload() as upload:
+            upload.write(data)
+            self.commit(upload, digest)
+        return digest
 
-def publish_bytes(store: WriteStore, lease: Lease, data: bytes, grown: dict[Digest, int] | None = None) -> Digest:
-    """Publish a small blob; ``grown`` as in :func:`commit`."""
-    digest = Digest.of(data)
-    with store.upload() as upload:
-        upload.write(data)
-        commit(store, lease, upload, digest, grown)
-    return digest
+    def config(self, config: ImageConfig, diff_ids: list[Digest]) -> Descriptor:
+        """Publish a config with the rootfs of what we publish; everything else in it stays."""
+        data = config.with_rootfs(diff_ids, None, os_features=["erofs"])
+        return Descriptor(CONFIG_MEDIA_TYPE, self.small(data), len(data))
 
+    def image(self, image: Image, *, tag: str | None, expected: Descriptor | None) -> Descriptor:
+        """Publish the manifest of an image whose blobs are there, and point ``tag`` at it.
 
-def publish_config(
-    store: WriteStore,
-    lease: Lease,
-    config: ImageConfig,
-    diff_ids: list[Digest],
-    grown: dict[Digest, int] | None = None,
-) -> Descriptor:
-    """Publish a config with the rootfs of what we publish; everything else in it stays."""
-    data = config.with_rootfs(diff_ids, None, os_features=["erofs"])
-    return Descriptor(CONFIG_MEDIA_TYPE, publish_bytes(store, lease, data, grown), len(data))
+        Raises:
+            ConflictError: ``tag`` is not ``expected`` any more, or a blob or the lease is gone.
+        """
+        self.lease.renew()
+        self.lease.pin(image.blobs)
+        target = image.descriptor()
+        self.small(image.manifest())
+        if tag is not None:
+            self.reference(tag, target, image, expected=expected)
+        return target
 
+    def reference(self, name: str, target: Descriptor, image: Image, *, expected: Descriptor | None) -> None:
+        """Make ``name``, which stands for ``expected``, stand for an image of this store.
 
-def publish_image(
-    store: WriteStore,
-    lease: Lease,
-    image: Image,
-    *,
-    tag: str | None,
-    expected: Descriptor | None,
-    grown: dict[Digest, int] | None = None,
-) -> Descriptor:
-    """Publish the manifest of an image whose blobs are there, and point ``tag`` at it.
-
-    Raises:
-        ConflictError: ``tag`` is not ``expected`` any more, or a blob or the lease is gone.
-    """
-    lease.renew()
-    lease.pin(image.blobs)
-    target = image.descriptor()
-    publish_bytes(store, lease, image.manifest(), grown)
-    if tag is not None:
-        store.set_reference(tag, target, expected=expected, lease=lease, reaches=[target.digest, *image.blobs])
-    return target
-
-
-def retag(store: WriteStore, target: Descriptor, image: Image, name: str) -> None:
-    """Make ``name`` stand for an image of this store.
-
-    Raises:
-        ConflictError: somebody moved ``name`` at the same moment.
-    """
-    with store.lease() as lease:
+        Raises:
+            ConflictError: as :meth:`image`.
+        """
         reaches = [target.digest, *image.blobs]
-        lease.pin(reaches)
-        before = current(store, name)
-        store.set_reference(name, target, expected=before, lease=lease, reaches=reaches)
+        self.lease.pin(reaches)
+        self.store.set_reference(name, target, expected=expected, lease=self.lease, reaches=reaches)
 
 
 def current(store: Store, name: str) -> Descriptor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from imgtool import render
-from imgtool.options import examples, json_option, store_option, writable_store
+from imgtool.options import examples, json_option, open_store, store_option
 from layerstore.compose import Stack, plan_stack, publish_stack
 from layerstore.errors import printable
 
@@ -44,7 +44,7 @@ def command(
     Every path that several of them provide is reported with the one that wins, and the image configs are merged: run
     settings come from the workspace, else the base; environment variables from all, PATH joined.
     """
-    target = writable_store(store, root)
+    target = open_store(store, root)
     stack = plan_stack(target, base=base, workspace=workspace, toolkits=toolkits, force=force)
     manifest = None
     if not dry_run:

@@ -6,6 +6,7 @@ import click
 
 from imgtool import render
 from imgtool.options import examples, json_option, open_store, store_option
+from layerstore.errors import printable
 from layerstore.image import Image, Layer, find_target, parse_image, read_document
 from layerstore.oci.config import ImageConfig
 
@@ -47,7 +48,7 @@ def command(name: str, store: str | None, root: str | None, as_json: bool) -> No
         ("environment", "  ".join(run.env)),
     ):
         if value:
-            render.print_line(f"{label:>12}  {value}")
+            render.print_line(f"{label:>12}  {printable(value)}")
 
 
 def _layer(layer: Layer) -> dict[str, object]:

@@ -19,9 +19,9 @@ from imgtool.options import examples, json_option, open_store, store_option
 def command(names: tuple[str, ...], store: str | None, root: str | None, as_json: bool) -> None:
     """Remove names from the store; what no name reaches any more is deleted by gc, after its grace period."""
     target_store = open_store(store, root)
+    targets = {name: target_store.resolve(name) for name in names}  # all of them first: a wrong name removes nothing
     removed = []
-    for name in names:
-        target = target_store.resolve(name)
+    for name, target in targets.items():
         target_store.delete_reference(name, expected=target)
         removed.append({"tag": name, "manifest": str(target.digest)})
         if not as_json:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from imgtool import render
-from imgtool.options import examples, json_option, store_option, writable_store
+from imgtool.options import examples, json_option, open_store, store_option
 from layerstore.image import find_target, parse_image, read_document
-from layerstore.publish import retag
+from layerstore.publish import Publisher, current
 
 
 @click.command(
@@ -21,10 +21,12 @@ from layerstore.publish import retag
 @json_option
 def command(name: str, new: str, store: str | None, root: str | None, as_json: bool) -> None:
     """Make NEW stand for the image that NAME (a tag or digest) stands for; NEW is moved where it exists."""
-    target_store = writable_store(store, root)
+    target_store = open_store(store, root)
     target = find_target(target_store, name)
     image = parse_image(read_document(target_store, target, f"manifest of {name!r}"))
-    retag(target_store, target, image, new)
+    with target_store.lease() as lease:
+        before = current(target_store, new)
+        Publisher(target_store, lease).reference(new, target, image, expected=before)
     if as_json:
         render.print_json({"tag": new, "manifest": str(target.digest)})
     else:

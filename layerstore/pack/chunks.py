@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -168,8 +168,11 @@ def chunk_key(data: Buffer) -> bytes:
 Job = tuple[File, int, int, int]
 """File, bits, first piece and number of pieces to hash."""
 
-Hashed = tuple[File, int, int, list[tuple[bytes, int]]]
-"""File, bits, first piece, and key and blocks of each."""
+Hashed = tuple[File, int, int, list[tuple[bytes, int]], memoryview]
+"""File, bits, first piece, key and blocks of each, and the bytes of all."""
+
+Taker = Callable[[list[tuple[bytes, int]], memoryview], None]
+"""Takes neighbouring chunks: key and blocks of each, and the bytes of all."""
 
 
 def run_length(bits: int) -> int:
@@ -178,33 +181,52 @@ def run_length(bits: int) -> int:
 
 
 def chunk_files(
-    files: Iterable[File], sizes: Sizes, pool: ThreadPoolExecutor, jobs: int, progress: Progress
+    files: Iterable[File],
+    sizes: Sizes,
+    pool: ThreadPoolExecutor,
+    jobs: int,
+    progress: Progress,
+    take: Taker = lambda chunks, data: None,
 ) -> ChunkTable:
-    """Hash every chunk of the files that are not inline; the result doesn't depend on ``jobs``."""
+    """Hash every chunk of the files that are not inline; the result doesn't depend on ``jobs``.
+
+    ``take`` is given each chunk that has not been seen before, in the order of its number.
+    """
     table = ChunkTable()
     under_way: deque[Future[list[Hashed]]] = deque()
     for batch in _batches((file for file in files if not is_inline(file, sizes)), sizes):
         under_way.append(pool.submit(_hash_batch, batch, progress))
         if len(under_way) > jobs + 1:
-            _enter(table, under_way.popleft().result())
+            _enter(table, under_way.popleft().result(), take)
     while under_way:
-        _enter(table, under_way.popleft().result())
+        _enter(table, under_way.popleft().result(), take)
     return table
 
 
-def _enter(table: ChunkTable, hashed: list[Hashed]) -> None:
+def _enter(table: ChunkTable, hashed: list[Hashed], take: Taker) -> None:
     keys, blocks = table.keys, table.blocks
-    for file, bits, first, found in hashed:
+    for file, bits, first, found, data in hashed:
         if not table.files or table.files[-1].file is not file:
             table.files.append(ChunkedFile(file, bits, array("I")))
         chunks = table.files[-1].chunks
+        fresh: list[tuple[bytes, int]] = []  # neighbours that end at byte ``at``
+        at = begin = 0
         for piece, (key, length) in enumerate(found, first):
             number = keys.setdefault(key, len(keys))
             if number == len(blocks):
                 blocks.append(length)
                 table.first_file.append(len(table.files) - 1)
                 table.first_piece.append(piece)
+                if not fresh:
+                    begin = at
+                fresh.append((key, length))
+            elif fresh:
+                take(fresh, data[begin:at])
+                fresh = []
             chunks.append(number)
+            at += length * BLOCK_SIZE
+        if fresh:
+            take(fresh, data[begin:at])
 
 
 def _batches(files: Iterable[File], sizes: Sizes) -> Iterator[list[Job]]:
@@ -230,7 +252,8 @@ def _hash_batch(batch: list[Job], progress: Progress) -> list[Hashed]:
     for file, bits, first, count in batch:
         data = memoryview(read_pieces(file, bits, first, count)) if count else memoryview(b"")
         size = BLOCK_SIZE << bits
-        result.append((file, bits, first, [_key(data[start : start + size]) for start in range(0, len(data), size)]))
+        found = [_key(data[start : start + size]) for start in range(0, len(data), size)]
+        result.append((file, bits, first, found, data))
         done += len(data)
     progress.advance(done)
     return result

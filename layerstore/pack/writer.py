@@ -42,7 +42,7 @@ class PackWriter:
         self._pool = pool
         self._level = level
         self._window = 2 * jobs + 2
-        self._pieces: list[bytes] = []  # of the next frame
+        self._pieces: list[bytes | memoryview] = []  # of the next frame
         self._pending = 0  # bytes in them
         self._under_way: deque[Future[tuple[bytes, bytes, int]]] = deque()
         self._frames: list[FrameRecord] = []
@@ -56,7 +56,7 @@ class PackWriter:
         """Blocks added so far: the address of the next chunk."""
         return (self._raw_size + self._pending) // BLOCK_SIZE
 
-    def add(self, chunks: Iterable[tuple[bytes, int]], data: bytes) -> None:
+    def add(self, chunks: Iterable[tuple[bytes, int]], data: bytes | memoryview) -> None:
         """Append neighbouring chunks: the key and the blocks of each, and the bytes of all."""
         for key, blocks in chunks:
             self._chunks += ChunkRecord.STRUCT.pack(key, blocks)

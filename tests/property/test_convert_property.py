@@ -140,7 +140,8 @@ def test_over_any_base_the_stack_shows_the_image(image: list[list[Part]], cut: i
                 assert site.union(base, work) == expected
                 with site.trees(base.layer, work.layer) as trees:
                     assert list(listed_whiteouts(trees)) == []
-                plan_stack(site.store, base="base", workspace=tag)
+                if work.layer.metadata != base.layer.metadata:  # both empty: one layer, which a stack has once
+                    plan_stack(site.store, base="base", workspace=tag)
 
 
 @SETTINGS

@@ -37,7 +37,7 @@ from layerstore.pack.format import (
     skippable,
 )
 from layerstore.pack.stored import Span, StoredPack
-from layerstore.publish import publish_config, publish_image
+from layerstore.publish import Publisher
 from layerstore.store.verification import Fault, Finding, verify
 
 PLAIN = ImageConfig.parse(encode(config_of([])), "config")
@@ -65,10 +65,10 @@ def publish(site: Site, *layers: Layer, tag: str = "it", diff_ids: list[Digest] 
     """As a publisher would who believes in these layers."""
     with site.store.lease() as lease:
         raw = [digest for layer in layers for digest in layer.raw_digests]
-        config = publish_config(site.store, lease, PLAIN, raw if diff_ids is None else diff_ids)
+        config = Publisher(site.store, lease).config(PLAIN, raw if diff_ids is None else diff_ids)
         image = Image(layers, config)
         expected = site.store.resolve(tag) if tag in site.store.names() else None
-        publish_image(site.store, lease, image, tag=tag, expected=expected)
+        Publisher(site.store, lease).image(image, tag=tag, expected=expected)
     return image
 
 

@@ -139,6 +139,7 @@ def test_each_place_takes_its_role_alone(site: Site) -> None:
         ({"base": "base", "workspace": "tools"}, "'tools' is a toolkit, not a workspace"),
         ({"base": "base", "toolkits": ["base"]}, "'base' is a base, not a toolkit"),
         ({"base": "env"}, "'env' is a stack already"),
+        ({"base": "base", "toolkits": ["tools", "tools"]}, "'tools' is the same layer as 'tools'; a stack has each"),
     ):
         with pytest.raises(UsageError, match=text):
             plan_stack(site.store, **fields)  # type: ignore[arg-type]
