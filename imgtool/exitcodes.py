@@ -41,7 +41,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.LIMIT: "the input exceeds a limit that an option raises",
     ExitCode.NO_SPACE: "the disk or quota is full; nothing was published",
     ExitCode.PERMISSION: "needs root, or a permission on a file",
-    ExitCode.FINDINGS: "the command worked and found something: verify found damage, diff a difference",
+    ExitCode.FINDINGS: "the command worked and found something: verify damage, diff a difference, doctor a lack",
     ExitCode.RUN_FAILED: "imgtool run could not start the command; otherwise it returns the command's own code",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C (SIGINT); everything was cleaned up",
     ExitCode.TERMINATED: "stopped by SIGTERM; everything was cleaned up",

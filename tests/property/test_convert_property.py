@@ -21,7 +21,7 @@ from layerstore.pack.chunks import INLINE_LIMIT
 from layerstore.pack.format import BLOCK_SIZE
 from layerstore.tree.union import listed_whiteouts
 
-SETTINGS = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 component = st.sampled_from(["a", "b", "c"])
 path = st.lists(component, min_size=1, max_size=3).map("/".join)
@@ -176,3 +176,5 @@ def test_digests_depend_on_the_source_alone(image: list[list[Part]]) -> None:
         assert first.manifest == second.manifest
         with_dedup = two.convert(two.image(data))
         assert two.rows(with_dedup) == one.rows(first)
+        if not with_dedup.shared_size:  # looked, and found nothing: two passes over the data instead of one
+            assert with_dedup.manifest == first.manifest

@@ -36,7 +36,10 @@ from support.tars import tar
 from support.trees import Bytes, Row, manifest
 
 PHASES = ("unpack", "hash", "verify", "compress", "metadata")
-"""The steps of a conversion from an archive, as its progress names them."""
+"""The steps of a conversion from an archive, as its progress names them.
+
+Where there is nothing to refer to, "pack" stands for "hash" and "compress", and there is no "verify".
+"""
 
 
 class Site:

@@ -322,6 +322,18 @@ def test_without_dedup_the_content_of_the_store_does_not_matter(tmp_path: Path) 
     assert full.convert(source, dedup=False).manifest == alone.manifest
 
 
+def test_one_pass_and_two_write_the_same(tmp_path: Path) -> None:
+    # An empty store has nothing to refer to, so hashing and writing are one pass; another store makes them two.
+    empty, other = Site(tmp_path / "empty"), Site(tmp_path / "other")
+    other.convert(other.tar(file("unrelated", noise(MIB, 40))), tag="unrelated")
+    repeated = noise(50_000, 41)
+    parts = [file(f"{n}", repeated if n % 3 == 0 else noise(9_000 * n, n)) for n in range(1, 30)]
+    source = empty.tar(*parts, file("half", repeated[:32_768] + noise(40_000, 42)))
+    reports = [site.convert(source, jobs=jobs) for site in (empty, other) for jobs in (1, 3)]
+    assert len({report.manifest for report in reports}) == 1
+    assert len({report.new_size for report in (reports[0], reports[2])}) == 1
+
+
 def test_the_level_changes_blobs_alone(site: Site) -> None:
     source = site.tar(file("text", b"".join(b"line %d\n" % number for number in range(100_000))))
     fast, small = (site.convert(source, level=level, dedup=False) for level in (1, 12))

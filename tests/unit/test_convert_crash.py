@@ -26,9 +26,9 @@ from layerstore.store.clock import FileClock
 from layerstore.store.collect import collect, plan_collection
 from layerstore.store.verification import verify
 
-ROUNDS = 48
+ROUNDS = 40
 MOST_CALLS = 250
-LONGEST_LIFE = 0.2
+LONGEST_LIFE = 0.15
 """Seconds, in which a child does a few conversions."""
 
 

@@ -407,7 +407,7 @@ def test_a_disk_that_fills_up_at_any_point_of_publishing(site: Site, call: str) 
 
 @pytest.mark.case("C03")
 @pytest.mark.parametrize("pieces", [None, 0, 3])
-@pytest.mark.parametrize("step", PHASES)
+@pytest.mark.parametrize("step", (*PHASES, "pack"))
 def test_stopping_at_any_step_leaves_nothing_behind(site: Site, step: str, pieces: int | None) -> None:
     layers = [
         tar(file("before", noise(200_000, 2)), *(file(f"f{n}", noise(MIB, 100 + n)) for n in range(6))),
@@ -418,7 +418,7 @@ def test_stopping_at_any_step_leaves_nothing_behind(site: Site, step: str, piece
     blobs = site.blobs()
     stopping = Interrupting(step, pieces)
     try:
-        site.convert(source, tag="it", progress=stopping)
+        site.convert(source, tag="it", progress=stopping, dedup=step != "pack")
     except Stop:
         assert stopping.stopped
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -18,7 +19,8 @@ from support.manual import MANUAL, Example, examples, fits
 from support.tars import directory, file, hardlink, symlink, tar, whiteout
 from support.tools import CHECKOUT
 
-from imgtool.cli import VERBS
+from imgtool.cli import VERBS, run
+from layerstore.store.verification import Fault
 
 TEXT = MANUAL.read_text()
 
@@ -157,10 +159,6 @@ def keys_of(section: str) -> list[str]:
 
 
 def test_json_keys_are_those_that_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import json
-
-    from imgtool.cli import run
-
     make_sources(tmp_path)
     store = str(tmp_path / "store")
 
@@ -195,3 +193,17 @@ def test_json_keys_are_those_that_are_printed(tmp_path: Path, capsys: pytest.Cap
     for verb, document in documents.items():
         keys = [key for key in keys_of(_section(verb)) if "." not in key and "[" not in key]
         assert set(keys) == set(document), verb
+
+
+def test_every_finding_of_doctor_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--json"]) in (0, 12)
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    text = (MANUAL.parent / "operations.md").read_text().partition("\n## doctor\n")[2]
+    explained = dict(re.findall(r"^\| ([^|]+) \| (yes|no) \|", text, re.MULTILINE))
+    assert explained == {finding["name"]: "yes" if finding["required"] else "no" for finding in findings}
+
+
+def test_every_fault_of_verify_is_explained() -> None:
+    text = (MANUAL.parent / "operations.md").read_text()
+    explained = re.findall(r"^\| (\w+) \|", text.partition("| fault |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert set(explained) == {str(fault) for fault in Fault}
