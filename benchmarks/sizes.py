@@ -17,8 +17,8 @@ from layerstore.store.directory import DirectoryStore
 from overlay.node import Node
 
 KIB = 1024
-CHUNKS = [4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB]
-INLINE = [0, 256, 512, 1024, 2048, 3500]
+CHUNKS = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB]
+INLINE = [0, 1024, 2048, 3500]
 
 
 def main() -> None:
