@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from layerstore.errors import CorruptError, ImgtoolError
+from layerstore.errors import CorruptError, ImgtoolError, NoSpaceError, UnavailableError
 from layerstore.image import Image, Layer, parse_image, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.descriptor import Descriptor
@@ -28,7 +28,11 @@ class ContentCheck:
         self._seen: set[StoredPack | Layer] = set()
 
     def __call__(self, store: Store, name: str, target: Descriptor) -> Iterator[Finding]:
-        """Everything that is wrong with an image whose blobs are all there and whole."""
+        """Everything that is wrong with an image whose blobs are all there and whole.
+
+        Raises:
+            NoSpaceError: there is no room for a temporary copy of a metadata image.
+        """
         try:
             image = parse_image(read_document(store, target, f"manifest of {name!r}"))
         except ImgtoolError as error:
@@ -50,6 +54,10 @@ class ContentCheck:
                 self._seen.add(part)
                 try:
                     check()
+                except NoSpaceError:
+                    raise  # for the temporary file: nothing is wrong with the store
+                except UnavailableError as error:
+                    yield Finding(Fault.UNREADABLE, str(error), part.blob, name)
                 except ImgtoolError as error:
                     yield Finding(Fault.CONTENT, str(error), part.blob, name)
 

@@ -11,9 +11,10 @@ from layerstore.errors import ConflictError, NotFoundError, os_errors, printable
 from layerstore.oci.config import RunConfig
 from overlay import runs, signals
 from overlay.bundle import write_bundle
-from overlay.chroot import run_in_chroot
+from overlay.chroot import NOT_EXECUTABLE, NOT_FOUND, run_in_chroot
+from overlay.inroot import is_program
 from overlay.privilege import require_root
-from overlay.process import process_of
+from overlay.process import DEFAULT_PATH, Process, process_of
 from overlay.sandbox import Sandbox
 
 CHROOT = "chroot"
@@ -25,10 +26,17 @@ SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``exit_code`` is the command's, 128+n when signal n ended it; ``runtime`` what ran it, a path or "chroot"."""
+    """How a command ended.
+
+    Attributes:
+        exit_code: the command's, 128+n when signal n ended it; 127 when the image lacks it, 126 when it is no program.
+        runtime: what ran it, a path or "chroot".
+        reason: why it was not started, else empty.
+    """
 
     exit_code: int
     runtime: str
+    reason: str = ""
 
 
 def find_runtime(wanted: str | None = None) -> str:
@@ -99,10 +107,27 @@ def run(
         raise ConflictError(f"sandbox {sandbox.id} is not mounted; remove it with `imgtool down {sandbox.id}`")
     chosen = find_runtime(runtime)
     with os_errors(f"run a command in sandbox {sandbox.id}"):
+        process = process_of(config, sandbox.rootfs, argv)
+        # Each runtime tells this in its own way, runc with exit code 1, which may be the command's as well.
+        if (found := find_program(process, sandbox.rootfs)) is not True:
+            name = printable(process.args[0])
+            if found is None:
+                return Outcome(NOT_FOUND, chosen, f"{name}: not found in the image")
+            return Outcome(NOT_EXECUTABLE, chosen, f"{name}: not an executable file")
         if chosen == CHROOT:
-            process = process_of(config, sandbox.rootfs, argv)
             return Outcome(run_in_chroot(process, sandbox.rootfs, sandbox.directory), CHROOT)
         return Outcome(_run_in_container(argv, config, sandbox, chosen, terminal), chosen)
+
+
+def find_program(process: Process, rootfs: str) -> bool | None:
+    """True where the command is a program of the image; False where it is something else, None where it isn't there."""
+    command = process.args[0]
+    places = [""]
+    if "/" not in command:
+        paths = [item.partition("=")[2] for item in process.env if item.startswith("PATH=")]
+        places = (paths[-1] if paths else DEFAULT_PATH).split(":")
+    found = [is_program(rootfs, os.path.join(process.cwd, place, command)) for place in places]
+    return True if True in found else False if False in found else None
 
 
 def _run_in_container(

@@ -13,6 +13,22 @@ READ_LIMIT = 16 << 20
 """Bytes of a file that is read whole (/etc/passwd and its like)."""
 
 
+def is_program(rootfs: str, path: str) -> bool | None:
+    """Whether ``path`` of the tree at ``rootfs`` is a file with an execute bit; None when it isn't there."""
+    root = os.open(rootfs, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = open_in_root(root, path, os.O_PATH)
+    except OSError:
+        return None
+    finally:
+        os.close(root)
+    try:
+        mode = os.fstat(fd).st_mode
+    finally:
+        os.close(fd)
+    return stat.S_ISREG(mode) and mode & 0o111 != 0
+
+
 def read_in_root(rootfs: str, path: str, limit: int = READ_LIMIT) -> bytes | None:
     """The content of the regular file ``path`` of the tree at ``rootfs``; None when it isn't there.
 

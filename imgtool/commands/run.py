@@ -53,7 +53,8 @@ def command(
 ) -> int:
     """Run COMMAND, or what the image is made to run, in a fresh sandbox of image NAME, and remove the sandbox.
 
-    Options come before NAME. The exit code is the command's; 125 means that it could not be started. With --json, a
+    Options come before NAME. The exit code is the command's; 127 means that the
+    image doesn't have it, 126 that it is no program, 125 that something else kept it from starting. With --json, a
     summary is printed after the command's own output.
     """
     argv = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
@@ -68,7 +69,9 @@ def command(
                 shown = (keep and f"sandbox {sandbox.id}, kept") or f"sandbox {sandbox.id}"
                 click.echo(f"imgtool: {shown}", err=True)
             outcome = run(sandbox, argv or None, image.config.run, runtime=runtime, terminal=tty)
-            if not quiet:
+            if outcome.reason:
+                click.echo(f"imgtool: {outcome.reason}", err=True)
+            elif not quiet:
                 click.echo(f"imgtool: ran in {outcome.runtime}, exit code {outcome.exit_code}", err=True)
         finally:
             if not keep:

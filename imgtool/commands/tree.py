@@ -12,7 +12,7 @@ from imgtool.options import examples, json_option, open_store, store_option
 from layerstore.errors import printable
 from layerstore.image import load_image
 from layerstore.opened import open_tree
-from layerstore.tree.inode import Directory, File, Inode, Special, Symlink, walk
+from layerstore.tree.inode import Directory, File, Inode, Special, Symlink, Whiteout, walk
 from layerstore.tree.resolve import lookup
 
 
@@ -29,7 +29,8 @@ from layerstore.tree.resolve import lookup
 def command(name: str, path: str, depth: int | None, store: str | None, root: str | None, as_json: bool) -> None:
     r"""List what image NAME has at PATH and below, as a sandbox would see it.
 
-    Names keep their bytes: what isn't printable is shown as \xNN, a backslash as \\.
+    Names keep their bytes: what isn't printable is shown as \xNN, a backslash as \\. A layer over a base, listed
+    alone, also shows what it deletes or hides.
     """
     source = open_store(store, root)
     with open_tree(source, load_image(source, name)) as tree:
@@ -64,6 +65,10 @@ def _entry(shown: str, inode: Inode) -> dict[str, object]:
         entry["target"] = printable(inode.target)
     if isinstance(inode, Special):
         entry["device"] = [inode.major, inode.minor]
+    if isinstance(inode, Whiteout):
+        entry["deleted"] = True
+    if isinstance(inode, Directory) and inode.opaque:
+        entry["opaque"] = True
     if attrs.xattrs:
         entry["xattrs"] = {printable(key): value.hex() for key, value in attrs.xattrs}
     return entry
@@ -79,4 +84,7 @@ def _line(shown: str, inode: Inode) -> str:
     except (ValueError, OverflowError, OSError):
         when = str(attrs.mtime)  # beyond what the calendar of the C library reaches
     arrow = f" -> {printable(inode.target)}" if isinstance(inode, Symlink) else ""
-    return f"{stat.filemode(attrs.mode)} {attrs.uid:>5} {attrs.gid:>5} {size:>11} {when} {shown}{arrow}"
+    mark = "  (deleted)" if isinstance(inode, Whiteout) else ""
+    if isinstance(inode, Directory) and inode.opaque:
+        mark = "  (hides what is below)"
+    return f"{stat.filemode(attrs.mode)} {attrs.uid:>5} {attrs.gid:>5} {size:>11} {when} {shown}{arrow}{mark}"

@@ -125,6 +125,10 @@ def test_run_gives_the_commands_output_and_code_and_leaves_nothing(site: Site) -
         command = ("run", "--runtime", runtime, "base", "--", "/bin/sh", "-c")
         assert site(*command, "echo hello; echo x > /new; cat /new") == "hello\nx\n"
         site(*command, "exit 7", code=7)
+        site("run", "--runtime", runtime, "base", "--", "/bin/nonexistent", code=127)
+        site("run", "--runtime", runtime, "base", "--", "nonexistent", code=127)
+        site("run", "--runtime", runtime, "base", "--", "/etc", code=126)
+        assert site("run", "--runtime", runtime, "base", "--", "echo", "by", "PATH") == "by PATH\n"
         site(*command, "sh -c 'kill -TERM $$'; exit $?", code=143)
     assert site.json("ps") == []
     assert os.listdir(Path(site.root, "sandboxes")) == []

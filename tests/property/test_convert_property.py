@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +13,25 @@ from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from support.conversions import Site, expected_rows
 from support.faults import fsync_for_free
+from support.layouts import compress
 from support.tars import directory, file, hardlink, opaque, sparse_pax, symlink, tar, whiteout
 
+from layerstore.audit import ContentCheck
+from layerstore.cache.metadata import MetadataCache
+from layerstore.cache.packs import PackCache
 from layerstore.compose import plan_stack
-from layerstore.errors import ConflictError, MalformedError
-from layerstore.image import Role
+from layerstore.digest import Digest
+from layerstore.errors import ConflictError, ImgtoolError, MalformedError
+from layerstore.image import MANIFEST_MEDIA_TYPE, Role, load_image
+from layerstore.oci.descriptor import Descriptor
 from layerstore.pack.chunks import INLINE_LIMIT
 from layerstore.pack.format import BLOCK_SIZE
+from layerstore.progress import SILENT
+from layerstore.publish import Publisher
+from layerstore.store.verification import verify
 from layerstore.tree.union import listed_whiteouts
+from prefetch.fetch import fetch
+from prefetch.plan import plan_eager
 
 SETTINGS = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
@@ -178,3 +190,103 @@ def test_digests_depend_on_the_source_alone(image: list[list[Part]]) -> None:
         assert two.rows(with_dedup) == one.rows(first)
         if not with_dedup.shared_size:  # looked, and found nothing: two passes over the data instead of one
             assert with_dedup.manifest == first.manifest
+
+
+VALID = tar(
+    directory("d"),
+    file("d/a", b"x" * 3000),
+    hardlink("d/b", "d/a"),
+    sparse_pax("s", 3 * BLOCK_SIZE, [(BLOCK_SIZE, b"data")], "1.0"),
+    file("x", b"1", pax={"mtime": "1.5", "SCHILY.xattr.user.x": b"\0\1"}),
+    symlink("l", "d/a"),
+    whiteout("gone"),
+)
+
+changes = st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), max_size=6)
+
+
+@SETTINGS
+@given(changes, st.integers(0, len(VALID)), st.sampled_from(["", "gzip", "zstd"]), st.booleans())
+def test_whatever_the_bytes_are_only_our_errors_leave(
+    edits: list[tuple[int, int]], length: int, compression: str, outside: bool
+) -> None:
+    """Damage inside of the compression, or to the compressed bytes themselves."""
+    data = bytearray(VALID)
+    if outside:
+        data = bytearray(compress(VALID, compression))
+    for at, value in edits:
+        data[at % len(data)] = value
+    blob = bytes(data[:length]) if outside else compress(bytes(data[:length]), compression)
+    with a_site() as site:
+        try:
+            report = site.convert(site.raw_tar(blob), tag="it")
+        except ImgtoolError as error:
+            assert str(error).isprintable()
+            assert site.snapshot() == ({}, {}, [])
+        else:
+            assert site.rows(report)[b""].type == "Directory"
+            assert list(verify(site.store, check=ContentCheck())) == []
+
+
+HOSTILE = [
+    "",
+    "0",
+    "-1",
+    "1",
+    "9" * 30,
+    "9" * 5000,
+    " 4096",
+    "4_096",
+    "\u0663",
+    "1e3",
+    "0x10",
+    "4096.0",
+    "sha256:",
+    "nobody",
+]
+HOSTILE += [
+    "5-3",
+    "0-99999999999999999999",
+    "-1-5",
+    "0-0",
+    "sha512:" + "a" * 128,
+    "sha256:" + "a" * 64,
+    "sha256:" + "A" * 64,
+]
+
+
+@SETTINGS
+@given(st.integers(0, 1), st.integers(0, 20), st.sampled_from([*HOSTILE, None]))
+def test_whatever_a_manifest_says_only_our_errors_leave(number: int, key: int, value: str | None) -> None:
+    with a_site() as site:
+        report = site.convert(site.tar(file("a", b"xyz" * 9000), file("b", b"b")), tag="it")
+        document = json.loads(report.image.manifest())
+        notes = document["layers"][number]["annotations"]
+        names = sorted(notes)
+        name = names[key % len(names)]
+        if value is None:
+            del notes[name]
+        else:
+            notes[name] = value
+        data = json.dumps(document).encode()
+        target = Descriptor(MANIFEST_MEDIA_TYPE, Digest.of(data), len(data))
+        with site.store.lease() as lease:
+            publisher = Publisher(site.store, lease)
+            publisher.small(data)
+            site.store.set_reference(
+                "it", target, expected=site.store.resolve("it"), lease=lease, reaches=[target.digest]
+            )
+        findings = list(verify(site.store, check=ContentCheck()))
+        assert all(finding.message.isprintable() for finding in findings)
+        cache = site.path / "cache"
+        try:
+            image = load_image(site.store, "it")
+            site.rows("it")
+            metadata, packs = MetadataCache(str(cache / "meta")), PackCache(str(cache / "packs"))
+            for layer in image.layers:
+                metadata.ensure(layer, site.store)
+            fetch(plan_eager(image.layers, site.store, metadata, packs), site.store, packs, jobs=1, progress=SILENT)
+        except ImgtoolError as error:
+            assert str(error).isprintable()
+            assert findings, "verify finds what can't be used"
+        site.convert(site.tar(file("a", b"xyz" * 9000)), tag="again")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +25,7 @@ from layerstore.compose import plan_stack, publish_stack
 from layerstore.convert import Report
 from layerstore.digest import Digest
 from layerstore.erofs.format import EROFS_SUPER_OFFSET
-from layerstore.errors import CorruptError
+from layerstore.errors import CorruptError, NoSpaceError
 from layerstore.image import Image, Layer, Role
 from layerstore.oci.config import ImageConfig
 from layerstore.opened import decompress_metadata
@@ -324,3 +327,12 @@ def test_what_images_share_is_looked_into_once(site: Site, report: Report, monke
     monkeypatch.setattr(ContentCheck, "_check_pack", check)
     assert findings(site) == []
     assert seen == [report.layer.packs[0].digest]
+
+
+def test_no_room_for_a_temporary_file_is_no_damage(site: Site, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **fields: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(NoSpaceError, match="temporary file"):
+        findings(site)

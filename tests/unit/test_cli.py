@@ -777,10 +777,17 @@ def test_sizes_for_people() -> None:
 def test_an_image_with_marks_shows_what_a_sandbox_sees(shell: Shell) -> None:
     site = shell.site
     layers = [
-        tar(directory("d"), file("d/old", b"o"), hardlink("d/two", "d/old")),
-        tar(opaque("d"), file("d/new", b"n")),
+        tar(directory("d"), file("d/old", b"o"), hardlink("d/two", "d/old"), file("gone")),
+        tar(opaque("d"), file("d/new", b"n"), whiteout("gone")),
     ]
     shell.ok("convert", site.image(layers[:1]), "--role", "base", "--tag", "base")
     shell.ok("convert", site.image(layers), "--role", "workspace", "--base", "base", "--tag", "work")
     shell.ok("compose", "--base", "base", "--workspace", "work", "--tag", "env")
+    alone = {entry["path"]: entry for entry in shell.ok("tree", "work", "--json").json}
+    assert alone["/gone"]["deleted"] is True and alone["/d"]["opaque"] is True
+    lines = shell.ok("tree", "work").out.splitlines()
+    assert [line.split("00:00 ")[1] for line in lines if "(" in line] == [
+        "/d  (hides what is below)",
+        "/gone  (deleted)",
+    ]
     assert [entry["path"] for entry in shell.ok("tree", "env", "/d", "--json").json] == ["/d", "/d/new"]

@@ -189,7 +189,7 @@ def test_json_keys_are_those_that_are_printed(tmp_path: Path, capsys: pytest.Cap
         "doctor": printed("doctor"),
     }
     documents["gc"]["spared_blobs"] = 0  # only where something is deleted
-    documents["tree"] |= dict.fromkeys(("target", "device", "xattrs"))  # of inodes that have them
+    documents["tree"] |= dict.fromkeys(("target", "device", "xattrs", "deleted", "opaque"))  # of inodes that have them
     for verb, document in documents.items():
         keys = [key for key in keys_of(_section(verb)) if "." not in key and "[" not in key]
         assert set(keys) == set(document), verb
