@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from layerstore.digest import Digest
 from layerstore.errors import ConflictError, UsageError, printable
-from layerstore.image import Image, Role, load_image, read_document
+from layerstore.image import Image, Layer, Role, load_image, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.document import dump
 from layerstore.opened import open_layer
@@ -62,7 +62,7 @@ def plan_stack(
         if layer.metadata in seen:
             raise UsageError(f"{name!r} is the same layer as {seen[layer.metadata]!r}; a stack has each once")
         seen[layer.metadata] = name
-        if layer.base not in (None, layers[0].metadata) and not force:
+        if not (force or _stands_on(layer, layers[0])):
             raise ConflictError(
                 f"{name!r} was made over base layer {layer.base}, not over {base!r} ({layers[0].metadata}); "
                 "convert it over that base, or --force"
@@ -82,6 +82,16 @@ def plan_stack(
         found = tuple(conflicts(trees))
     roles = [role for _, role in wanted]
     return Stack(names, Image(layers, images[0].config), merge_configs(configs, roles, names), found)
+
+
+def _stands_on(layer: Layer, base: Layer) -> bool:
+    """Whether what ``layer`` hides and copies up is right over ``base``.
+
+    A base converted twice may refer to other packs and so be another layer; the same source layers are the same tree.
+    """
+    if layer.base in (None, base.metadata):
+        return True
+    return bool(base.diff_ids) and layer.diff_ids[: len(base.diff_ids)] == base.diff_ids
 
 
 def _single(store: Store, name: str, role: Role) -> Image:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from layerstore.cache.metadata import MetadataCache
 from layerstore.cache.packs import PackCache
 from layerstore.digest import Digest
+from layerstore.durable import reclaim_temporaries
 from layerstore.image import find_target, parse_image, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import Store
 from layerstore.version import FORMAT_VERSION, VERSION
-from overlay.layers import MountableLayer
+from overlay.layers import Leftover, MountableLayer
 from overlay.sandbox import Sandbox, Sandboxes
 from prefetch.fetch import Fetched, fetch
 from prefetch.plan import plan_eager
@@ -96,6 +97,11 @@ class Node:
             scratch=scratch,
             receipt={**receipt(image), **(extra or {})},
         )
+
+    def recover(self, *, older_than: float = 3600.0) -> list[Leftover]:
+        """Clear what crashes left: see :meth:`Sandboxes.recover`; and unfinished files of the cache of that age."""
+        cache = reclaim_temporaries(os.path.join(self.root, "cache"), older_than=older_than)
+        return [*self.sandboxes.recover(), *(Leftover("unfinished file", path, "removed") for path in cache)]
 
 
 def receipt(image: ReadyImage) -> dict[str, object]:

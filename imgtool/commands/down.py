@@ -7,7 +7,7 @@ import click
 from imgtool import render
 from imgtool.options import examples, json_option, root_option, root_path
 from layerstore.errors import UsageError
-from overlay.sandbox import Sandboxes
+from overlay.node import Node
 
 
 @click.command(
@@ -27,10 +27,11 @@ def command(ids: tuple[str, ...], everything: bool, leftovers_only: bool, root: 
     """
     if bool(ids) + everything + leftovers_only != 1:
         raise UsageError("name sandboxes, or say --all or --leftovers")
-    sandboxes = Sandboxes(root_path(root))
+    node = Node(root_path(root))
+    sandboxes = node.sandboxes
     names = [sandbox.id for sandbox in sandboxes.list()] if everything else list(ids)
     removals = [sandboxes.remove(name) for name in names]
-    leftovers = [] if ids else sandboxes.recover()
+    leftovers = [] if ids else node.recover()
     for removal in removals:
         for holder in removal.holders:
             render.warn(f"{removal.id}: {holder} still uses its files; they go when it ends")

@@ -18,6 +18,7 @@ from layerstore.errors import ConflictError, CorruptError, NotFoundError, UsageE
 from layerstore.image import Role, load_image, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.platform import Platform
+from layerstore.pack.chunks import Sizes
 from layerstore.store.collect import collect, plan_collection
 
 BASE = tar(
@@ -145,6 +146,21 @@ def test_each_place_takes_its_role_alone(site: Site) -> None:
             plan_stack(site.store, **fields)  # type: ignore[arg-type]
     with pytest.raises(NotFoundError, match="nothing"):
         plan_stack(site.store, base="base", toolkits=["nothing"])
+
+
+def test_a_base_that_was_converted_again_is_the_same_base(site: Site) -> None:
+    source = site.image([BASE, tar(file("big", noise(300_000, 1)))])
+    first = site.convert(source, tag="again")
+    site.convert(
+        site.image([BASE, tar(file("big", noise(300_000, 1))), WORK]), Role.WORKSPACE, base="again", tag="over"
+    )
+    again = site.convert(source, tag="again", sizes=Sizes(chunk=8192))
+    assert again.layer.metadata != first.layer.metadata
+    stack = plan_stack(site.store, base="again", workspace="over")
+    assert stack.image.layers[0] == again.layer
+    rows = site.rows(publish_stack(site.store, stack, tag="both"))
+    assert rows[b"big"].value == noise(300_000, 1)
+    assert rows[b"etc/motd"].value == b"work"
 
 
 def test_a_workspace_over_another_base_needs_force(site: Site) -> None:
