@@ -62,11 +62,14 @@ class PackWriter:
             self._chunks += ChunkRecord.STRUCT.pack(key, blocks)
         self._pieces.append(data)
         self._pending += len(data)
-        while self._pending >= FRAME_SIZE:
-            raw = b"".join(self._pieces)
-            self._pieces = [raw[FRAME_SIZE:]]
-            self._pending -= FRAME_SIZE
-            self._submit(raw[:FRAME_SIZE])
+        if self._pending < FRAME_SIZE:
+            return
+        raw = memoryview(b"".join(self._pieces))
+        whole = self._pending - self._pending % FRAME_SIZE
+        self._pieces = [raw[whole:]]
+        self._pending -= whole
+        for offset in range(0, whole, FRAME_SIZE):
+            self._submit(raw[offset : offset + FRAME_SIZE])
 
     def finish(self) -> StoredPack:
         """Write what is left and the indexes; the caller commits the upload under the digest that is returned."""
@@ -85,7 +88,7 @@ class PackWriter:
         blob, blob_size = self._upload.digest(), self._upload.size
         return StoredPack(Digest.from_raw(self._raw.digest()), self._raw_size, blob, blob_size, frame_index, chunk_list)
 
-    def _submit(self, raw: bytes) -> None:
+    def _submit(self, raw: bytes | memoryview) -> None:
         self._raw_size += len(raw)
         self._under_way.append(self._pool.submit(_frame, raw, self._level))
         self._raw.update(raw)  # one chain, so it stays in this thread, while the pool works on the frame
@@ -105,7 +108,7 @@ class PackWriter:
         return Span(offset, len(content), Digest.of(content))
 
 
-def _frame(raw: bytes, level: int) -> tuple[bytes, bytes, int]:
+def _frame(raw: bytes | memoryview, level: int) -> tuple[bytes, bytes, int]:
     # A compressor may not be shared between threads; making one costs nothing that can be measured.
     compressed = zstandard.ZstdCompressor(level=level, write_checksum=False).compress(raw)
     return compressed, hashlib.sha256(raw).digest(), len(raw)
