@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -42,7 +42,6 @@ from layerstore.pack.chunks import (
     pieces,
     read_pieces,
     run_length,
-    runs,
 )
 from layerstore.pack.format import BLOCK_SIZE
 from layerstore.pack.reuse import Reuse, choose, find
@@ -280,22 +279,14 @@ class _Work:
         keys = list(table.keys)
         with self.publisher.store.upload() as upload:
             writer = self._writer(upload)
-            for index, (file, bits, chunks) in enumerate(table.files):
-                numbers = dict(zip(pieces(file, bits), chunks, strict=True))
-                first_uses = (
-                    piece
-                    for piece, number in numbers.items()
-                    if is_new[number] and table.first_file[number] == index and table.first_piece[number] == piece
-                )
-                for first, count in runs(first_uses, run_length(bits)):
-                    data = read_pieces(file, bits, first, count)
-                    added = [numbers[piece] for piece in range(first, first + count)]
-                    block = writer.blocks
-                    for number in added:
-                        reuse.block[number] = block
-                        block += table.blocks[number]
-                    writer.add([(keys[number], table.blocks[number]) for number in added], data)
-                    self.progress.advance(len(data))
+            for file, bits, numbers in _neighbours(table, is_new):
+                data = read_pieces(file, bits, table.first_piece[numbers[0]], len(numbers))
+                block = writer.blocks
+                for number in numbers:
+                    reuse.block[number] = block
+                    block += table.blocks[number]
+                writer.add([(keys[number], table.blocks[number]) for number in numbers], data)
+                self.progress.advance(len(data))
             return self._finish(writer, upload)
 
     def _writer(self, upload: Upload) -> PackWriter:
@@ -325,6 +316,27 @@ class _Work:
             blob, size = upload.digest(), upload.size
             self.publisher.commit(upload, blob)
         return summary.digest, summary.bytes, blob, size
+
+
+def _neighbours(table: ChunkTable, is_new: Sequence[bool]) -> Iterator[tuple[File, int, range]]:
+    """The new chunks by number, those together that can be read at once where they were first seen."""
+    number, end = 0, len(is_new)
+    while number < end:
+        if not is_new[number]:
+            number += 1
+            continue
+        index, piece = table.first_file[number], table.first_piece[number]
+        file, bits, _ = table.files[index]
+        last = number + 1
+        while (
+            last < min(end, number + run_length(bits))
+            and is_new[last]
+            and table.first_file[last] == index
+            and table.first_piece[last] == piece + last - number
+        ):
+            last += 1
+        yield file, bits, range(number, last)
+        number = last
 
 
 def _assign(table: ChunkTable, reuse: Reuse, new: StoredPack | None) -> None:
