@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import BinaryIO
 
 import zstandard
 
@@ -76,8 +75,8 @@ class StoreDevices:
             blob.close()
 
 
-def decompress_metadata(store: Store, layer: Layer, out: BinaryIO) -> None:
-    """Write the raw metadata image to ``out``, checked against its digest and size.
+def decompress_metadata(store: Store, layer: Layer, write: Callable[[bytes], object]) -> None:
+    """Give the raw metadata image to ``write``, checked against its digest and size.
 
     Raises:
         CorruptError: the blob is not what the manifest says.
@@ -97,13 +96,12 @@ def decompress_metadata(store: Store, layer: Layer, out: BinaryIO) -> None:
                 if size > layer.metadata_size:
                     break
                 hasher.update(raw)
-                out.write(raw)
+                write(raw)
         except zstandard.ZstdError as error:
             raise CorruptError(f"{what} does not decompress: {error}") from error
     if size != layer.metadata_size:
         raise CorruptError(what, expected=f"{layer.metadata_size} bytes", actual=f"{size}")
     layer.metadata.check(hasher, what)
-    out.flush()
 
 
 class OpenLayer:
@@ -143,7 +141,8 @@ def open_layer(store: Store, layer: Layer, *, scratch: str | None = None) -> Ite
     with ExitStack() as stack:
         with os_errors("open a temporary file for the metadata image"):
             file = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
-        decompress_metadata(store, layer, file)
+        decompress_metadata(store, layer, file.write)
+        file.flush()
         devices = StoreDevices(store, layer.packs)
         stack.callback(devices.close)
         yield OpenLayer(layer, FileSource(file.fileno(), f"metadata image {layer.metadata}"), devices)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from layerstore.cache.metadata import MetadataCache
 from layerstore.cache.packs import PackCache
 from layerstore.digest import Digest
-from layerstore.durable import reclaim_temporaries
+from layerstore.errors import os_errors
 from layerstore.image import find_target, parse_image, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.progress import SILENT, Progress
@@ -98,10 +98,14 @@ class Node:
             receipt={**receipt(image), **(extra or {})},
         )
 
-    def recover(self, *, older_than: float = 3600.0) -> list[Leftover]:
-        """Clear what crashes left: see :meth:`Sandboxes.recover`; and unfinished files of the cache of that age."""
-        cache = reclaim_temporaries(os.path.join(self.root, "cache"), older_than=older_than)
-        return [*self.sandboxes.recover(), *(Leftover("unfinished file", path, "removed") for path in cache)]
+    def recover(self) -> list[Leftover]:
+        """Clear what crashes left: see :meth:`Sandboxes.recover`, and unfinished files of the cache."""
+        found = self.sandboxes.recover()
+        with os_errors(f"clear {self.root}/cache"):
+            freed = self.metadata.reclaim() + self.packs.reclaim()
+        if freed:
+            found.append(Leftover("unfinished files", f"{self.root}/cache", f"removed, {freed} bytes"))
+        return found
 
 
 def receipt(image: ReadyImage) -> dict[str, object]:

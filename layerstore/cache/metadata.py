@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from layerstore.cache.format import USES_MAGIC, USES_VERSION
-from layerstore.durable import remove_quietly, replace_file, sync_directory, temporary_name
 from layerstore.erofs.layout import HOLE, Chunked
 from layerstore.errors import CorruptError, NotFoundError, os_errors
 from layerstore.image import Layer
 from layerstore.opened import FileSource, OpenLayer, StoreDevices, decompress_metadata
 from layerstore.pack.format import BLOCK_SIZE
+from layerstore.staging import StagedFile, reclaim_files, write_file
 from layerstore.store.protocol import Store
 from layerstore.tree.inode import File, walk
 
@@ -48,19 +49,21 @@ class MetadataCache:
             return path
         with os_errors("cache a metadata image"):
             os.makedirs(self._directory, exist_ok=True)
-            temporary = temporary_name(path)
+            staged = StagedFile(self._directory)
             try:
-                with open(temporary, "x+b") as file:
-                    decompress_metadata(store, layer, file)
-                    with _opened(layer, store, file.fileno()) as opened:
-                        uses = pack_uses(opened)
-                    os.fsync(file.fileno())
+                decompress_metadata(store, layer, staged.write)
+                with _opened(layer, store, staged.fileno()) as opened:
+                    uses = pack_uses(opened)
+                staged.seal()
                 self._write_uses(layer, uses)
-                os.rename(temporary, path)
-                sync_directory(self._directory)
+                staged.publish(path)
             finally:
-                remove_quietly(temporary)
+                staged.discard()
         return path
+
+    def reclaim(self) -> int:
+        """Remove what dead writers left; the bytes it took."""
+        return reclaim_files(self._directory, time.time_ns(), dry_run=False)
 
     def uses(self, layer: Layer) -> list[PackUse]:
         """What the layer needs of each of its packs; the metadata image has to be there.
@@ -94,7 +97,7 @@ class MetadataCache:
     def _write_uses(self, layer: Layer, uses: list[PackUse]) -> None:
         packs = [[use.pack, use.runs] for use in uses]
         document = {"magic": USES_MAGIC, "version": USES_VERSION, "packs": packs}
-        replace_file(self.path(layer) + ".uses", json.dumps(document).encode())
+        write_file(self.path(layer) + ".uses", json.dumps(document).encode())
 
 
 @contextmanager

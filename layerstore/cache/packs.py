@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from layerstore.cache.format import FramesHeader
 from layerstore.digest import Digest
-from layerstore.durable import remove_quietly, replace_file, sync_directory, temporary_name
 from layerstore.errors import CorruptError, ImgtoolError, os_errors, printable
 from layerstore.pack.format import FrameIndexHeader, FrameRecord
 from layerstore.pack.reader import FrameIndex
 from layerstore.pack.stored import StoredPack
+from layerstore.staging import reclaim_files, write_file
 from layerstore.store.protocol import Blob, Store
 
 
@@ -41,24 +42,33 @@ class PackCache:
         return CachedPack(directory, pack)
 
     def _make(self, directory: str, pack: StoredPack, index: FrameIndex) -> None:
-        """Another process may do the same at the same time: both write equal files, and ``frames`` decides."""
-        data = os.path.join(directory, "data")
-        with open(data, "ab") as file:
+        """``frames`` comes last, and once: a second one would forget what the first has of frames."""
+        frames = os.path.join(directory, "frames")
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.path.exists(frames):
+                self._write(directory, frames, pack, index)
+        finally:
+            os.close(lock)
+
+    def _write(self, directory: str, frames: str, pack: StoredPack, index: FrameIndex) -> None:
+        with open(os.path.join(directory, "data"), "ab") as file:
             if os.fstat(file.fileno()).st_size < pack.raw_size:
                 os.truncate(file.fileno(), pack.raw_size)
             os.fsync(file.fileno())
         header = FramesHeader(len(index), pack.raw_size, pack.data_end, pack.digest.raw, pack.blob.raw)
         content = header.pack() + b"".join(record.pack() for record in index.records) + bytes(len(index))
-        frames = os.path.join(directory, "frames")
-        temporary = temporary_name(frames)
+        write_file(frames, content)
+
+    def reclaim(self) -> int:
+        """Remove what dead writers left; the bytes it took."""
         try:
-            replace_file(temporary, content)
-            os.link(temporary, frames)
-            sync_directory(directory)
-        except FileExistsError:
-            pass
-        finally:
-            remove_quietly(temporary)
+            packs = os.listdir(self._directory)
+        except FileNotFoundError:
+            return 0
+        now = time.time_ns()
+        return sum(reclaim_files(os.path.join(self._directory, pack), now, dry_run=False) for pack in packs)
 
 
 class CachedPack:

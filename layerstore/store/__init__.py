@@ -10,7 +10,8 @@
                ▲      ▲
          directory  memory
 
-``directory`` is made of ``blobfile`` (blobs and uploads), ``lease``, ``staging`` (files on their way to a name),
+``directory`` is made of ``blobfile`` (blobs and uploads), ``lease``, ``layerstore/staging`` (files on their way to
+a name),
 ``locks``, ``clock`` and ``failures`` (what errors of the disk mean). On disk, with documents as in ``format.py``::
 
     store.json              magic, version, features: what makes a directory a store

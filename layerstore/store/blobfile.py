@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from layerstore.digest import Digest, Hasher
 from layerstore.errors import CorruptError, UsageError
+from layerstore.staging import StagedFile
 from layerstore.store.failures import disk_errors
 from layerstore.store.locks import FileLock
-from layerstore.store.staging import StagedFile
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

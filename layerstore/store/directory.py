@@ -22,17 +22,7 @@ from layerstore.errors import (
     printable,
 )
 from layerstore.oci.descriptor import Descriptor
-from layerstore.store.blobfile import BlobFile, BlobUpload
-from layerstore.store.clock import NANOSECONDS, Clock, FileClock
-from layerstore.store.failures import disk_errors
-from layerstore.store.format import MARKER_BYTES, REFERENCE_BYTES, ReferenceDocument, StoreMarker
-from layerstore.store.lease import DirectoryLease, LeaseDirectory
-from layerstore.store.locks import LOCK_SECONDS, FileLock
-from layerstore.store.names import decode_name, encode_name
-from layerstore.store.protocol import ALGORITHMS, BlobInfo, Lease, Reference
-from layerstore.store.reach import present_target
-from layerstore.store.reading import is_intact
-from layerstore.store.staging import (
+from layerstore.staging import (
     ScratchDirectory,
     make_directory,
     make_file,
@@ -43,6 +33,16 @@ from layerstore.store.staging import (
     touched,
     write_file,
 )
+from layerstore.store.blobfile import BlobFile, BlobUpload
+from layerstore.store.clock import NANOSECONDS, Clock, FileClock
+from layerstore.store.failures import disk_errors
+from layerstore.store.format import MARKER_BYTES, REFERENCE_BYTES, ReferenceDocument, StoreMarker
+from layerstore.store.lease import DirectoryLease, LeaseDirectory
+from layerstore.store.locks import LOCK_SECONDS, FileLock
+from layerstore.store.names import decode_name, encode_name
+from layerstore.store.protocol import ALGORITHMS, BlobInfo, Lease, Reference
+from layerstore.store.reach import present_target
+from layerstore.store.reading import is_intact
 
 MARKER = "store.json"
 _DIRECTORIES = ("blobs", "blobs/sha256", "refs", "leases", "quarantine", "tmp")

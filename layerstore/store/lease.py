@@ -14,11 +14,11 @@ from dataclasses import replace
 
 from layerstore.digest import Digest
 from layerstore.errors import ConflictError, CorruptError, MalformedError, UsageError, printable
+from layerstore.staging import allocated, read_file, reclaim_files, write_file
 from layerstore.store.clock import NANOSECONDS, Clock
 from layerstore.store.failures import disk_errors
 from layerstore.store.format import LEASE_BYTES, LeaseDocument
 from layerstore.store.locks import FileLock
-from layerstore.store.staging import allocated, read_file, reclaim_files, write_file
 
 
 class LeaseDirectory:

@@ -237,7 +237,7 @@ def test_an_index_that_is_not_where_the_manifest_says(site: Site, report: Report
 
 def forged_metadata(site: Site, layer: Layer, change: Callable[[bytearray], object]) -> Layer:
     out = io.BytesIO()
-    decompress_metadata(site.store, layer, out)
+    decompress_metadata(site.store, layer, out.write)
     data = bytearray(out.getvalue())
     change(data)
     raw = bytes(data)

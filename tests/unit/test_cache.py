@@ -28,6 +28,7 @@ from layerstore.pack import writer as pack_writer
 from layerstore.pack.format import BLOCK_SIZE, FRAME_SIZE, FrameRecord
 from layerstore.pack.stored import StoredPack
 from layerstore.progress import SILENT
+from layerstore.staging import StagedFile
 from layerstore.store.protocol import Blob, Store
 from prefetch.fetch import Fetched, fetch
 from prefetch.plan import FRAMES_PER_READ, FrameRange, PackFetch, plan_eager, ranges
@@ -540,6 +541,22 @@ def test_a_cached_metadata_image_is_not_taken_with_other_packs(node: Node) -> No
         fresh = MetadataCache(str(site.path / "cache" / "fresh"))
         with pytest.raises(CorruptError, match="device table"):
             fresh.ensure(forged, site.store)
+
+
+def test_what_dead_writers_left_is_reclaimed_and_nothing_else(node: Node) -> None:
+    node.fetch(some_image(node.site))
+    cached = [Path(folder, name) for folder, _, names in os.walk(node.site.path / "cache") for name in names]
+    places = {path.parent for path in cached}
+    for place in places:
+        Path(place, ".tmp-1-dead").write_bytes(b"half" * 2000)
+    living = StagedFile(str(min(places)))
+    living.write(b"on its way")
+    freed = node.metadata.reclaim() + node.packs.reclaim()
+    assert freed >= 8000 * len(places)
+    assert len(node.leftovers()) == 1
+    living.discard()
+    assert not node.leftovers()
+    assert all(path.exists() for path in cached)
 
 
 def test_the_frames_file_has_the_documented_size(node: Node) -> None:

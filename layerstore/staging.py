@@ -2,7 +2,8 @@
 
 A staged file is ``.tmp-<pid>-<random>`` beside its target and flocked as long as its writer lives. The pid is for
 people: a leftover is what nobody holds a lock on and nobody has touched for some time (writers on hosts that don't
-share locks). Nothing here maps errors: callers wrap calls in :func:`layerstore.store.failures.disk_errors`.
+share locks). Stores and the
+node's cache use it. Nothing here maps errors: callers do.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class StagedFile:
         self._directory = directory
         self._path, self._file = _make_file(directory)
         self._open = True
+
+    def fileno(self) -> int:
+        """For reading back what has been written; closed with the rest."""
+        return self._file
 
     def write(self, data: Buffer) -> None:
         """All of it, in as many writes as it takes."""
