@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerstore.digest import Digest
-from layerstore.errors import NotFoundError
+from layerstore.errors import ConflictError, NotFoundError
 from layerstore.image import CONFIG_MEDIA_TYPE, Image
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.descriptor import Descriptor
@@ -61,12 +61,19 @@ class Publisher:
     def reference(self, name: str, target: Descriptor, image: Image, *, expected: Descriptor | None) -> None:
         """Make ``name``, which stands for ``expected``, stand for an image of this store.
 
+        It is no conflict if somebody else has published the same image under it meanwhile.
+
         Raises:
             ConflictError: as :meth:`image`.
         """
         reaches = [target.digest, *image.blobs]
         self.lease.pin(reaches)
-        self.store.set_reference(name, target, expected=expected, lease=self.lease, reaches=reaches)
+        try:
+            self.store.set_reference(name, target, expected=expected, lease=self.lease, reaches=reaches)
+        except ConflictError:
+            now = current(self.store, name)
+            if now is None or now.digest != target.digest:
+                raise
 
 
 def current(store: Store, name: str) -> Descriptor | None:

@@ -134,3 +134,15 @@ def test_however_conversions_die_the_store_stays_sound(tmp_path: Path) -> None:
     assert os.listdir(os.path.join(store.root, "tmp")) == []
     assert all_blobs(store) == assert_sound(store)
     assert list(verify(store, check=ContentCheck())) == []
+
+
+@pytest.mark.case("C03")
+def test_publishers_of_the_same_image_under_one_name_all_succeed(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    source = site.tar(*(file(f"f{number}", noise(300_000, number)) for number in range(20)))
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child(lambda child: site.convert(source, tag="one"))) for _ in range(4)]
+        assert [child.wait() for child in children] == [0] * 4
+    assert list(site.store.names()) == ["one"]
+    assert list(verify(site.store, check=ContentCheck())) == []
+    assert site.leftovers() == []
