@@ -530,6 +530,16 @@ def test_overlay_xattrs_are_escaped() -> None:
         merged(Layer().file(b"k", xattrs=((b"trusted.overlay." + b"n" * 239, b""),)))
 
 
+def test_xattrs_that_linux_does_not_store_are_left_out() -> None:
+    warnings: list[str] = []
+    acl = (b"system.posix_acl_access", b"\2\0\0\0")
+    others = [(b"com.apple.provenance", b"\1"), (b"system.nfs4_acl", b"x"), (b"user.", b"x")]
+    layer = Layer().file(b"f", xattrs=tuple(sorted([acl, (b"user.mine", b"1"), *others])))
+    tree = merged(layer, warnings=warnings)
+    assert at(tree, b"f").attrs.xattrs == (acl, (b"user.mine", b"1"))
+    assert len(warnings) == 3 and all(line.startswith("f: xattr ") for line in warnings)
+
+
 def test_equal_xattrs_are_one_object() -> None:
     def xattrs() -> Xattrs:
         return ((bytes(bytearray(b"security.selinux")), bytes(bytearray(b"label"))),)
