@@ -88,7 +88,7 @@ def _kernel() -> Finding:
         advice = "EROFS mounts from files need Linux 6.12: use a newer kernel"
         return Finding("kernel", "missing", True, release, advice)
     if numbers < (6, 14):
-        advice = "lazy loading by fanotify needs Linux 6.14; until then use --mode eager, or lazy over FUSE"
+        advice = "nothing to do: lazy loading by fanotify, which is yet to come, will need Linux 6.14"
         return Finding("kernel", "degraded", True, release, advice)
     return Finding("kernel", "ok", True, release)
 
@@ -124,7 +124,7 @@ def _root_filesystem(where: str) -> Finding:
         except OSError as error:
             return Finding(name, "degraded", True, detail, f"could not be tried: {error.strerror}")
     if kind not in ("ext4", "xfs", "btrfs"):
-        advice = "lazy loading by fanotify works on ext4, xfs and btrfs only"
+        advice = "nothing to do: lazy loading by fanotify, which is yet to come, will need ext4, xfs or btrfs"
         return Finding(name, "degraded", True, detail, advice)
     return Finding(name, "ok", True, detail)
 
@@ -193,8 +193,8 @@ def _private_directory(where: str) -> Iterator[str]:
 
 def _pre_content(where: str) -> Finding:
     name = "fanotify pre-content"
-    advice = "lazy loading needs it (Linux 6.14 with CONFIG_FANOTIFY_ACCESS_PERMISSIONS, on ext4, xfs or btrfs); "
-    advice += "use --mode eager or lazy over FUSE"
+    advice = "nothing to do: lazy loading, which is yet to come, will need it (Linux 6.14 with "
+    advice += "CONFIG_FANOTIFY_ACCESS_PERMISSIONS, on ext4, xfs or btrfs)"
     if os.geteuid() != 0:
         return Finding(name, "missing", False, "not tried", "run doctor as root to try it")
     libc = ctypes.CDLL(None, use_errno=True)
@@ -214,11 +214,13 @@ def _pre_content(where: str) -> Finding:
 
 
 def _fuse() -> Finding:
-    return _device("FUSE", "/dev/fuse", "`modprobe fuse`; lazy loading on kernels before 6.14 needs it")
+    advice = "nothing to do: lazy loading on kernels before 6.14, which is yet to come, will need `modprobe fuse`"
+    return _device("FUSE", "/dev/fuse", advice)
 
 
 def _ublk() -> Finding:
-    return _device("ublk", "/dev/ublk-control", "`modprobe ublk_drv`; disks for microVMs fall back to FUSE and loop")
+    advice = "nothing to do: disks for microVMs, which are yet to come, will need `modprobe ublk_drv`"
+    return _device("ublk", "/dev/ublk-control", advice)
 
 
 def _loop() -> Finding:
