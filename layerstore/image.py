@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from layerstore.digest import Digest
-from layerstore.errors import CorruptError, ImgtoolError, LimitError, MalformedError, NotFoundError, UnsupportedError
+from layerstore.errors import ImgtoolError, MalformedError, NotFoundError, UnsupportedError, about
 from layerstore.oci.descriptor import Descriptor
 from layerstore.oci.document import CONFIG_BYTES, dump
 from layerstore.oci.manifest import Manifest, parse_document
 from layerstore.pack.stored import ROLE, UNCOMPRESSED_DIGEST, UNCOMPRESSED_SIZE, StoredPack
 from layerstore.store.protocol import Store
+from layerstore.store.reading import read_blob
 from layerstore.version import FORMAT_VERSION
 
 MANIFEST_MEDIA_TYPE = "application/vnd.oci.image.manifest.v1+json"
@@ -220,16 +221,8 @@ def read_document(store: Store, target: Descriptor, what: str) -> bytes:
         CorruptError: its size or digest is wrong.
         LimitError: too large for a manifest or a config.
     """
-    with store.open(target.digest) as blob:
-        if blob.size != target.size:
-            raise CorruptError(f"{what}, {target.digest}", expected=f"{target.size} bytes", actual=f"{blob.size}")
-        if blob.size > MAX_DOCUMENT:
-            raise LimitError(f"{what}, {target.digest}, has {blob.size} bytes; at most {MAX_DOCUMENT} are read")
-        data = blob.read_at(0, blob.size)
-    hasher = target.digest.hasher()
-    hasher.update(data)
-    target.digest.check(hasher, f"{what}, {target.digest}")
-    return data
+    with about(what):
+        return read_blob(store, target, limit=MAX_DOCUMENT)
 
 
 def load_image(store: Store, name: str) -> Image:

@@ -2,8 +2,7 @@
 
 A staged file is ``.tmp-<pid>-<random>`` beside its target and flocked as long as its writer lives. The pid is for
 people: a leftover is what nobody holds a lock on and nobody has touched for some time (writers on hosts that don't
-share locks). Stores and the
-node's cache use it. Nothing here maps errors: callers do.
+share locks). Stores and the node's cache use it. Nothing here maps errors: callers do.
 """
 
 from __future__ import annotations
