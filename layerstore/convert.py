@@ -25,7 +25,7 @@ import zstandard
 from layerstore.digest import Digest
 from layerstore.erofs.layout import HOLE, Chunked, Device, address
 from layerstore.erofs.writer import write_image
-from layerstore.errors import CorruptError, LimitError, UsageError, os_errors
+from layerstore.errors import ConflictError, CorruptError, LimitError, UsageError, os_errors
 from layerstore.image import Image, Layer, Role, all_packs, load_image
 from layerstore.limits import DEFAULT_LIMITS, Limits
 from layerstore.material import Base, SourceReader, survey
@@ -39,6 +39,7 @@ from layerstore.pack.chunks import (
     Sizes,
     Taker,
     chunk_files,
+    chunk_key,
     pieces,
     read_pieces,
     run_length,
@@ -281,11 +282,13 @@ class _Work:
             writer = self._writer(upload)
             for file, bits, numbers in _neighbours(table, is_new):
                 data = read_pieces(file, bits, table.first_piece[numbers[0]], len(numbers))
+                chunks = [(keys[number], table.blocks[number]) for number in numbers]
+                _check_unchanged(chunks, data)
                 block = writer.blocks
                 for number in numbers:
                     reuse.block[number] = block
                     block += table.blocks[number]
-                writer.add([(keys[number], table.blocks[number]) for number in numbers], data)
+                writer.add(chunks, data)
                 self.progress.advance(len(data))
             return self._finish(writer, upload)
 
@@ -316,6 +319,16 @@ class _Work:
             blob, size = upload.digest(), upload.size
             self.publisher.commit(upload, blob)
         return summary.digest, summary.bytes, blob, size
+
+
+def _check_unchanged(chunks: Sequence[tuple[bytes, int]], data: bytes) -> None:
+    """What is read a second time has to be what was named: a wrong chunk under a name would reach other images."""
+    view = memoryview(data)
+    for key, blocks in chunks:
+        length = blocks * BLOCK_SIZE
+        if chunk_key(view[:length]) != key:
+            raise ConflictError("the source changed while it was read; convert it again when nothing writes to it")
+        view = view[length:]
 
 
 def _neighbours(table: ChunkTable, is_new: Sequence[bool]) -> Iterator[tuple[File, int, range]]:

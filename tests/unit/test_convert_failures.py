@@ -267,6 +267,21 @@ def test_a_tree_that_changes_meanwhile(site: Site) -> None:
     refused(site, f"tree:{top}", ConflictError, "log: changed", progress=Calling("hash", grow))
 
 
+def test_an_archive_that_changes_between_two_readings_is_noticed(site: Site) -> None:
+    site.convert(site.tar(file("unrelated", noise(MIB, 50))), tag="unrelated")  # so that data is read twice
+    source = site.tar(file("f", noise(MIB, 51)))
+    path = source.removeprefix("tar:")
+
+    def overwrite() -> None:
+        with open(path, "r+b") as archive:
+            archive.seek(4096)
+            archive.write(b"other bytes")
+
+    changing = Calling("compress", overwrite)
+    refused(site, source, ConflictError, "changed while it was read", progress=changing)
+    assert changing.called
+
+
 # -- somebody else ----------------------------------------------------------------------------------------------------
 
 
