@@ -1,0 +1,45 @@
+"""Lazy layers: data come when the kernel asks for them, and a read is right or fails.
+
+::
+
+                     holds fanotify group, journal, descriptors of packs, the API's socket
+                                    holder ──────────────┐
+                         fork ┌────────┴───────┐ fork     │ fork
+     kernel ─ event ─▶ keeper │                │ worker ◀─┤─ FUSE server ◀─ read ─ kernel
+            ◀─ allow ─        └──── wants ────▶│          └─── wants ───▶
+                    frame map (shared memory) ◀┘ fetch, verify, write, mark READY
+
+* **holder**: the process that ``node run`` starts. Holds what must not close, restarts the others, does nothing else.
+* **keeper**: reads the fanotify group. Answers at once what is there, asks the worker for what isn't, and denies (EIO)
+  what doesn't come before its deadline. Unanswered events are in the **journal**, so that a successor can answer them.
+* **worker**: cache, fetching, sandboxes, the API (:mod:`overlay.service`). Can crash: readers wait for its successor.
+* **frame map**: which frames may be read (:mod:`layerstore.cache.framemap`). Nobody believes anything else.
+
+Zeros can only be read if holder, keeper and worker end at the same moment and nobody else (systemd's file descriptor
+store) holds the group: then what was read meanwhile is named as suspect when the service starts again.
+
+Modules: `fanotify` (ABI), `journal`, `keeper`, `link` (messages), `holder`, `demand` (the worker's side), `fuse`.
+
+**Messages** (:mod:`overlay.lazy.link`). Packs are named by the hex of their sha256; times are CLOCK_MONOTONIC seconds.
+
+keeper, FUSE server → worker::
+
+    {"want": 17, "pack": hex, "first": 3, "count": 2, "deadline": 1234.5, "pid": 4711}
+worker → keeper, FUSE server, once for each::
+
+    {"got": 17}   or   {"failed": 17, "why": "one line"}
+holder → keeper, FUSE server::
+
+    {"guard": hex} + [data, frame map]   answered {"guarded": hex} or {"unguarded": hex, "why": "…"}
+    {"release": hex}                     answered {"released": hex}
+    {"peer": "worker"} + [link]          a new link to the worker; the one before is dead
+worker → holder::
+
+    {"hold": 5, "pack": hex, "with": "keeper" or "fuse"} + [data, frame map]
+    {"drop": 6, "pack": hex, "with": …}      each answered {"done": 5} or {"failed": 5, "why": "…"}
+    {"start": 7, "service": "fuse", "directory": path}
+    {"stopped": true}                        mounts are gone: end everything
+holder → worker::
+
+    {"peer": "keeper" or "fuse"} + [link]    a new front end, or one that was restarted
+"""
