@@ -30,12 +30,14 @@ VERBS: dict[str, str] = {
     "tag": "Give an image another name.",
     "rm": "Remove names; gc frees the space.",
     "copy": "Copy an image to another store.",
+    "raw": "Store the packs of images raw too, for --mode direct.",
     "verify": "Check every byte of a store.",
     "gc": "Delete what no name reaches.",
     "run": "Run a command in a fresh sandbox.",
     "up": "Make a sandbox and leave it standing.",
     "ps": "List sandboxes.",
     "down": "Remove sandboxes.",
+    "node": "Run the node service, look at it, and keep its cache.",
     "doctor": "Say what this machine can do, and what to do about what it can't.",
 }
 """Each verb with its short help: here, so that ``imgtool --help`` imports none of them. A test compares."""

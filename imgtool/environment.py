@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 DEFAULT_ROOT = "/var/lib/imgtool"
+_FIRST_LISTENED = 3
+"""SD_LISTEN_FDS_START, <systemd/sd-daemon.h>."""
 
 
 def root() -> str:
@@ -20,3 +22,33 @@ def store() -> str | None:
 def terminal() -> str | None:
     """``TERM``, for programs in a sandbox."""
     return os.environ.get("TERM") or None
+
+
+def notify_socket() -> str | None:
+    """``NOTIFY_SOCKET``: where systemd wants to be told that a service is ready."""
+    return os.environ.get("NOTIFY_SOCKET") or None
+
+
+def watchdog() -> float | None:
+    """``WATCHDOG_USEC``: seconds within which systemd wants to hear of this process."""
+    if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return None
+    text = os.environ.get("WATCHDOG_USEC", "")
+    return int(text) / 1e6 if text.isdecimal() and int(text) else None
+
+
+def listen_fds() -> tuple[tuple[str, int], ...]:
+    """``LISTEN_FDS``: (name, descriptor) of what systemd kept for this process, and of nobody else's."""
+    count = os.environ.get("LISTEN_FDS", "")
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
+        return ()
+    names = os.environ.get("LISTEN_FDNAMES", "").split(":")
+    return tuple(
+        (names[number] if number < len(names) else "unknown", _FIRST_LISTENED + number) for number in range(int(count))
+    )
+
+
+def for_service(path: str) -> dict[str, str]:
+    """The environment of a service that is started on the side: it finds our packages in directory ``path``."""
+    others = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (path, others)))}

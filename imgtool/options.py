@@ -12,6 +12,7 @@ from imgtool import environment
 
 if TYPE_CHECKING:
     from layerstore.store.directory import DirectoryStore
+    from overlay.service.answers import SandboxInfo
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,3 +68,8 @@ def writable_store(store: str | None, root: str | None) -> DirectoryStore:
     from layerstore.store.directory import DirectoryStore
 
     return DirectoryStore.create(store_path(store, root))
+
+
+def document_of(sandbox: SandboxInfo) -> dict[str, Any]:
+    """A sandbox as verbs print it: all that the service says, but for what only `run` and bundles need."""
+    return {key: value for key, value in sandbox.raw.items() if key != "run"}

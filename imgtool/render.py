@@ -21,6 +21,14 @@ def size(count: int) -> str:
     raise AssertionError
 
 
+def span(seconds: float) -> str:
+    """A time in one unit, the largest of which there are two."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
 def print_json(document: object) -> None:
     """One JSON document; keys in the order given."""
     click.echo(json.dumps(document, indent=2, ensure_ascii=True))

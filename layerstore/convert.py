@@ -50,6 +50,7 @@ from layerstore.pack.stored import StoredPack
 from layerstore.pack.writer import DEFAULT_LEVEL, PackWriter
 from layerstore.progress import SILENT, Progress
 from layerstore.publish import Publisher, current
+from layerstore.rawpacks import RawState, require_local, store_raw
 from layerstore.store.protocol import Upload, WriteStore
 from layerstore.store.reading import is_intact
 from layerstore.tree.inode import Directory, File
@@ -74,6 +75,7 @@ class Conversion:
         jobs: threads for hashing and compression; the result doesn't depend on it.
         sizes: for measuring other chunk and inline sizes.
         limits: bounds on what the source may ask for.
+        raw: store the layer's packs raw too, those that it shares included.
     """
 
     source: SourceName
@@ -86,6 +88,7 @@ class Conversion:
     jobs: int = 2
     sizes: Sizes = DEFAULT_SIZES
     limits: Limits = DEFAULT_LIMITS
+    raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,8 @@ class Report:
         source_size: read from the source, compressed as it was.
         data_size: of all distinct chunks.
         new_size, shared_size: the parts of it that are new, and that other packs already had.
-        stored_size: what the store grew by: new pack, metadata image, config and manifest, as far as it lacked them.
+        stored_size: what the store grew by: new pack, metadata image, config, manifest, and packs stored raw, as far
+            as it lacked them.
         entries: names in the tree.
     """
 
@@ -138,12 +142,14 @@ def convert(
     """Convert and publish; with ``tag``, the reference of that name is made or moved.
 
     Raises:
-        MalformedError, UnsupportedError, LimitError: the source.
+        MalformedError, UnsupportedError, LimitError: the source; UnsupportedError also a store without raw packs.
         CorruptError: the source's or the base's bytes are not what their digests say.
         ConflictError: the source isn't built on the base, or ``tag`` was moved by somebody else meanwhile.
         NoSpaceError: the store is full; nothing was published.
     """
     warnings = _Warnings(warn)
+    if conversion.raw:
+        require_local(store)
     before = None if tag is None else current(store, tag)
     with ExitStack() as stack:
         publisher = Publisher(store, stack.enter_context(store.lease()))
@@ -175,6 +181,7 @@ def convert(
             diff_ids=material.diff_ids,
         )
         image = Image((layer,), publisher.config(material.config, layer.raw_digests))
+        raw = store_raw(store, packs, publisher.lease, progress=progress) if conversion.raw else ()
         target = publisher.image(image, tag=tag, expected=before)
     new_blocks = sum(b for b, source in zip(table.blocks, reuse.source, strict=True) if source < 0)
     return Report(
@@ -184,7 +191,7 @@ def convert(
         table.raw_size,
         new_blocks * BLOCK_SIZE,
         table.raw_size - new_blocks * BLOCK_SIZE,
-        publisher.grown,
+        publisher.grown + sum(pack.size for pack in raw if pack.state is RawState.STORED),
         entries,
         tuple(warnings.texts),
     )

@@ -105,14 +105,14 @@ def decompress_metadata(store: Store, layer: Layer, write: Callable[[bytes], obj
 
 
 class OpenLayer:
-    """A layer's metadata image, checked, and its devices."""
+    """A layer's metadata image, checked, and its devices; ``used`` is what it refers to of each of them."""
 
     def __init__(self, layer: Layer, source: FileSource, devices: StoreDevices) -> None:
         self.layer = layer
         self.image = ErofsImage(source)
         self.devices = devices
         check_devices(self.image, layer)
-        require_sound(self.image)
+        self.used = require_sound(self.image)
 
     def tree(self) -> Directory:
         """The whole tree; its files read through the devices."""

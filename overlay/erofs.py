@@ -34,7 +34,9 @@ from overlay.mountapi import (
 )
 
 
-def mount_erofs(image: AnyPath, devices: Sequence[AnyPath], target: AnyPath, *, nodev: bool = True) -> None:
+def mount_erofs(
+    image: AnyPath, devices: Sequence[AnyPath], target: AnyPath, *, nodev: bool = True, beneath: bool = False
+) -> None:
     """Mount the metadata image ``image`` at ``target``, read-only.
 
     Args:
@@ -42,6 +44,7 @@ def mount_erofs(image: AnyPath, devices: Sequence[AnyPath], target: AnyPath, *, 
         devices: the packs, in the order of the image's device table. The kernel maps them by position alone.
         target: an existing directory.
         nodev: device nodes of the layer can't be opened through this mount.
+        beneath: ``target`` is a mount point, and this mount goes under what is mounted there.
 
     Set-user-ID bits don't count on this mount; they do on an overlay above it, where programs run.
 
@@ -65,7 +68,7 @@ def mount_erofs(image: AnyPath, devices: Sequence[AnyPath], target: AnyPath, *, 
             for device in devices:
                 context.set(b"device", paths.value(device))
             context.create()
-            context.mount(attributes, target)
+            context.mount(attributes, target, beneath=beneath)
     except OSError as error:
         raise _explained(error, image, devices) from error
 

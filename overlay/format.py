@@ -12,6 +12,7 @@ One JSON object, UTF-8, at most 1 MiB::
     read_only     whether there is no upper
     scratch       bytes that upper and work may take, or null
     layers        hex of the metadata images' sha256, bottom first
+    mounts        keys of the mounts they are taken from, in the same order (layerkey); absent: those of ``layers``
     chain         sha256 over the layers: an upper belongs to one chain and no other
     image         name and digests of the image, as the caller gave them
     receipt       what the caller wants to find again
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerstore.errors import MalformedError, UnsupportedError
+from overlay.layerkey import split_key
 
 MAGIC = "imgtool-sandbox"
 VERSION = 1
@@ -53,6 +55,11 @@ class SandboxState:
     chain: str
     image: Mapping[str, object]
     receipt: Mapping[str, object]
+    mounts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.mounts:
+            object.__setattr__(self, "mounts", self.layers)
 
     def to_bytes(self) -> bytes:
         document = {
@@ -66,6 +73,7 @@ class SandboxState:
             "read_only": self.read_only,
             "scratch": self.scratch,
             "layers": self.layers,
+            "mounts": self.mounts,
             "chain": self.chain,
             "image": self.image,
             "receipt": self.receipt,
@@ -109,15 +117,23 @@ class SandboxState:
             chain=_typed(document, "chain", str),
             image=_typed(document, "image", dict),
             receipt=_typed(document, "receipt", dict),
+            mounts=tuple(_list_of_str(document, "mounts")) if "mounts" in document else (),
         )
         if state.chain != chain_of(state.layers):
             raise MalformedError("state of a sandbox: its chain is not that of its layers")
+        if list(map(_layer_of, state.mounts)) != list(state.layers):
+            raise MalformedError("state of a sandbox: its mounts are not those of its layers")
         return state
 
 
 def chain_of(layers: Iterable[str]) -> str:
     """``sha256:…`` over the hex digests of the layers, bottom first, each ended by a newline."""
     return "sha256:" + hashlib.sha256("".join(f"{layer}\n" for layer in layers).encode()).hexdigest()
+
+
+def _layer_of(mount: str) -> str | None:
+    parts = split_key(mount)
+    return parts and parts[0]
 
 
 def _typed(document: dict[str, Any], key: str, kind: type) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from layerstore.errors import printable
@@ -25,31 +26,42 @@ def holders_of(device: int) -> list[Holder]:
 
     It reads all of /proc and is for error messages. Processes in other mount namespaces count as well.
     """
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            how = _how_held(f"/proc/{name}", device)
-            if how is not None:
-                found.append(Holder(int(name), _command(name), how))
-    return sorted(found, key=lambda holder: holder.pid)
+    return holders_by_device({device}).get(device, [])
 
 
-def _how_held(process: str, device: int) -> str | None:
+def holders_by_device(devices: Collection[int]) -> dict[int, list[Holder]]:
+    """:func:`holders_of` for many filesystems in one look at /proc; those that nobody uses are left out."""
+    found: dict[int, list[Holder]] = {}
+    if devices:
+        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+            for device, how in _held_by(f"/proc/{pid}", devices).items():
+                found.setdefault(device, []).append(Holder(pid, _command(str(pid)), how))
+    return found
+
+
+def _held_by(process: str, devices: Collection[int]) -> dict[int, str]:
+    """Which of the filesystems the process uses, and the first way in which it does."""
+    held: dict[int, str] = {}
     for link in ("cwd", "root", "exe"):
-        if _on_device(f"{process}/{link}", device):
-            return link
+        device = _device(f"{process}/{link}")
+        if device in devices:
+            held.setdefault(device, link)
     try:
         fds = os.listdir(f"{process}/fd")
     except OSError:
-        return None  # it has ended
-    return next((f"fd {fd}" for fd in fds if _on_device(f"{process}/fd/{fd}", device)), None)
+        return held  # it has ended
+    for fd in fds:
+        device = _device(f"{process}/fd/{fd}")
+        if device in devices:
+            held.setdefault(device, f"fd {fd}")
+    return held
 
 
-def _on_device(path: str, device: int) -> bool:
+def _device(path: str) -> int:
     try:
-        return os.stat(path).st_dev == device
+        return os.stat(path).st_dev
     except OSError:
-        return False
+        return -1
 
 
 def _command(pid: str) -> str:

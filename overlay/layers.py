@@ -2,8 +2,8 @@
 
 ::
 
-    <root>/layers/<hex of the metadata image>/
-        lock          flock: exclusive to mount and unmount
+    <root>/layers/<key>/    <hex of the metadata image>[.<variant>]     (layerkey)
+        lock          flock: exclusive to mount, unmount and replace
         mnt/          the EROFS mount; mounted or not is asked of the kernel
         users/<user>  one name per user, a hard link to lock (a name costs no inode)
 
@@ -11,6 +11,9 @@ Arriving is ``link`` and a look whether ``mnt`` is mounted; neither needs the lo
 to ``rmdir users``, which only the last one manages; after that ``link`` fails, and arrivals queue at the lock until
 the layer is unmounted, then mount it again. A crash at any point leaves names without users or a mount without
 names, and :meth:`LayerMounts.sweep` clears both.
+
+A layer may be mounted in several variants at once, which differ in how its packs are reached and not in what is read;
+each has a directory and users of its own.
 
 Mounts belong to a mount namespace: all users of a root must live in the same one.
 """
@@ -21,36 +24,45 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from layerstore.errors import UsageError, from_os_error
+from layerstore.errors import NotFoundError, UsageError, from_os_error
 from overlay.erofs import mount_erofs
-from overlay.mountapi import MNT_DETACH, umount
+from overlay.layerkey import is_digest, is_key, is_variant, join_key
+from overlay.mountapi import MNT_DETACH, AnyPath, umount
 
-_HEX = re.compile(r"[0-9a-f]{64}")
 USER = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 """The grammar of users, and of sandbox ids: a file name, never a path, never hidden, never an option."""
 
 
 @dataclass(frozen=True, slots=True)
 class MountableLayer:
-    """What the cache has of one layer.
+    """One layer, and the files that it is mounted from.
 
     Attributes:
         digest: sha256 of the metadata image, hex.
         image: its path.
         devices: paths of its packs, in the order of its device table.
+        variant: how the devices are reached: empty for files of the cache, else see :mod:`overlay.layerkey`.
     """
 
     digest: str
     image: str
     devices: tuple[str, ...] = ()
+    variant: str = ""
 
     def __post_init__(self) -> None:
-        if not _HEX.fullmatch(self.digest):
+        if not is_digest(self.digest):
             raise UsageError(f"not the hex of a sha256 digest: {self.digest!r}")
+        if not is_variant(self.variant):
+            raise UsageError(f"not a variant of a layer: {self.variant!r}")
+
+    @property
+    def key(self) -> str:
+        """What its mount is called."""
+        return join_key(self.digest, self.variant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,7 @@ class Leftover:
 
 
 class LayerMounts:
-    """The layers mounted below ``<root>/layers``."""
+    """The layers mounted below ``<root>/layers``. A ``key`` is that of a :class:`MountableLayer`."""
 
     def __init__(self, root: str) -> None:
         self._root = os.path.join(root, "layers")
@@ -78,20 +90,20 @@ class LayerMounts:
         """
         if not USER.fullmatch(user):
             raise UsageError(f"not a user of layers: {user!r}")
-        directory = f"{self._root}/{layer.digest}"
+        directory = f"{self._root}/{layer.key}"
         mount_point = directory + "/mnt"
         try:
             if _add_user(directory, user) and self._is_mounted(mount_point):
                 return mount_point
             return self._attach_slowly(layer, directory, user)
         except OSError as error:
-            raise from_os_error(error, f"attach layer sha256:{layer.digest}") from error
+            raise from_os_error(error, f"attach layer sha256:{layer.key}") from error
 
-    def detach(self, digest: str, user: str) -> None:
+    def detach(self, key: str, user: str) -> None:
         """Take ``user`` off the layer and unmount it after the last one. Not attached is fine."""
-        if not _HEX.fullmatch(digest) or not USER.fullmatch(user):
-            raise UsageError(f"not a layer and a user: {digest!r}, {user!r}")
-        directory = f"{self._root}/{digest}"
+        if not is_key(key) or not USER.fullmatch(user):
+            raise UsageError(f"not a layer and a user: {key!r}, {user!r}")
+        directory = f"{self._root}/{key}"
         try:
             try:
                 os.unlink(f"{directory}/users/{user}")
@@ -102,17 +114,44 @@ class LayerMounts:
                     if held and _last_out(directory):
                         self._release(directory)
         except OSError as error:
-            raise from_os_error(error, f"detach layer sha256:{digest}") from error
+            raise from_os_error(error, f"detach layer sha256:{key}") from error
 
-    def users(self, digest: str) -> list[str]:
+    def remount(self, key: str, image: str, devices: Sequence[AnyPath]) -> None:
+        """Mount a layer anew in place of its mount, for the same users: from now on they attach to the new one.
+
+        Overlays that stand keep what they were mounted over, as do files that are open. When it fails, the mount that
+        there was is still there.
+
+        Raises:
+            NotFoundError: nobody uses the layer.
+            And what :func:`overlay.erofs.mount_erofs` raises.
+        """
+        if not is_key(key):
+            raise UsageError(f"not a layer: {key!r}")
+        directory = f"{self._root}/{key}"
+        mount_point = directory + "/mnt"
         try:
-            return sorted(os.listdir(f"{self._root}/{digest}/users"))
+            with _locked(directory) as held:
+                if not held or not self.users(key):
+                    raise NotFoundError(f"nobody uses layer sha256:{key}")
+                # The new one slides under the old one, so that the path never leads to a bare directory: somebody who
+                # has just attached may be about to mount an overlay over it.
+                mounted = self._is_mounted(mount_point)
+                mount_erofs(image, devices, mount_point, beneath=mounted)
+                if mounted:
+                    umount(mount_point, MNT_DETACH)
+        except OSError as error:
+            raise from_os_error(error, f"mount layer sha256:{key} anew") from error
+
+    def users(self, key: str) -> list[str]:
+        try:
+            return sorted(os.listdir(f"{self._root}/{key}/users"))
         except FileNotFoundError:
             return []
 
     def mounted(self) -> list[str]:
-        """The digests of the layers that are mounted now, sorted."""
-        return sorted(digest for digest in self._digests() if self._is_mounted(f"{self._root}/{digest}/mnt"))
+        """The keys of the layers that are mounted now, sorted."""
+        return sorted(key for key in self._keys() if self._is_mounted(f"{self._root}/{key}/mnt"))
 
     def sweep(self, is_valid: Callable[[str], bool]) -> list[Leftover]:
         """Remove users for whom ``is_valid`` says no, then unmount layers that nobody uses.
@@ -120,13 +159,13 @@ class LayerMounts:
         ``is_valid`` is asked after the name has been seen, so a user must exist before it attaches.
         """
         found: list[Leftover] = []
-        for digest in self._digests():
-            directory = f"{self._root}/{digest}"
+        for key in self._keys():
+            directory = f"{self._root}/{key}"
             try:
                 with _locked(directory, create=True) as held:
                     if not held:
                         continue
-                    for user in self.users(digest):
+                    for user in self.users(key):
                         if not is_valid(user):
                             path = f"{directory}/users/{user}"
                             _unlink(path)
@@ -135,12 +174,12 @@ class LayerMounts:
                         found.append(Leftover("layer without users", directory, "unmounted"))
                         self._release(directory)
             except OSError as error:
-                raise from_os_error(error, f"sweep layer sha256:{digest}") from error
+                raise from_os_error(error, f"sweep layer sha256:{key}") from error
         return found
 
-    def _digests(self) -> list[str]:
+    def _keys(self) -> list[str]:
         try:
-            return sorted(name for name in os.listdir(self._root) if _HEX.fullmatch(name))
+            return sorted(filter(is_key, os.listdir(self._root)))
         except FileNotFoundError:
             return []
 

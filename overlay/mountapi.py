@@ -34,6 +34,8 @@ MOUNT_ATTR_NODEV = 0x4
 MOUNT_ATTR_NOATIME = 0x10
 
 MOVE_MOUNT_F_EMPTY_PATH = 0x4
+MOVE_MOUNT_BENEATH = 0x200
+"""Since Linux 6.5."""
 
 OPEN_TREE_CLONE = 0x1
 OPEN_TREE_CLOEXEC = os.O_CLOEXEC
@@ -50,6 +52,7 @@ MS_REC = 0x4000
 MS_PRIVATE = 1 << 18
 MS_STRICTATIME = 1 << 24
 
+MNT_FORCE = 0x1
 MNT_DETACH = 0x2
 UMOUNT_NOFOLLOW = 0x8
 
@@ -202,13 +205,14 @@ class FsContext:
         if _fsconfig(_NR_fsconfig, self.fd, FSCONFIG_CMD_CREATE, None, None, 0) < 0:
             raise self._failed(f"{self.fs_type} mount")
 
-    def mount(self, attributes: int, target: AnyPath) -> None:
-        """Attach the created filesystem at ``target`` with ``MOUNT_ATTR_*`` flags."""
+    def mount(self, attributes: int, target: AnyPath, *, beneath: bool = False) -> None:
+        """Attach the created filesystem at ``target``, or ``beneath`` what is mounted there; ``MOUNT_ATTR_*`` flags."""
         mount_fd = int(_fsmount(_NR_fsmount, self.fd, FSMOUNT_CLOEXEC, attributes))
         if mount_fd < 0:
             raise self._failed(f"fsmount {self.fs_type}")
         try:  # closing a mount that was not moved anywhere unmounts it
-            if _move_mount(_NR_move_mount, mount_fd, b"", AT_FDCWD, os.fsencode(target), MOVE_MOUNT_F_EMPTY_PATH):
+            flags = MOVE_MOUNT_F_EMPTY_PATH | (MOVE_MOUNT_BENEATH if beneath else 0)
+            if _move_mount(_NR_move_mount, mount_fd, b"", AT_FDCWD, os.fsencode(target), flags):
                 raise _failed("move_mount", target)
         finally:
             os.close(mount_fd)

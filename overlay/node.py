@@ -1,128 +1,409 @@
-"""A node: one root directory with a cache and sandboxes. Brings a published image to where it can be mounted."""
+"""A node: one root directory with a cache and sandboxes. Brings published images to where they are mounted.
+
+One process owns a root at a time: the worker of the node service, or a program that uses this module itself. Its mounts
+and sandboxes outlive it, and :meth:`Node.restore` finds them again.
+"""
 
 from __future__ import annotations
 
 import os
-import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from layerstore.cache.metadata import MetadataCache
-from layerstore.cache.packs import PackCache
+from layerstore.cache.cache import Cache
+from layerstore.cache.packs import CachedPack
+from layerstore.compose import plan_stack
 from layerstore.digest import Digest
-from layerstore.errors import os_errors
-from layerstore.image import find_target, parse_image, read_document
+from layerstore.errors import ConflictError, ImgtoolError, os_errors
+from layerstore.image import Layer, find_target, parse_image, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.progress import SILENT, Progress
+from layerstore.store.opening import Stores
 from layerstore.store.protocol import Store
-from layerstore.version import FORMAT_VERSION, VERSION
-from overlay.layers import Leftover, MountableLayer
-from overlay.sandbox import Sandbox, Sandboxes
-from prefetch.fetch import Fetched, fetch
-from prefetch.plan import plan_eager
+from overlay.format import chain_of
+from overlay.holders import Holder
+from overlay.layerkey import known_key
+from overlay.layers import Leftover
+from overlay.lazy.guards import Guards
+from overlay.ready import ReadyLayers, Way
+from overlay.sandbox import Removal, Sandbox, Sandboxes, new_id
+from prefetch.fetcher import Fetched, Fetcher
+from prefetch.statistics import UNOBSERVED, Observer
+
+_KNOWN_IMAGES = 256
+"""Parsed images that are remembered, by digest of their manifests."""
+FILES = Way("eager", "files", "everything is fetched before the mount")
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyImage:
-    """An image whose layers are on the node, so that sandboxes of it start without the store.
+class NodeImage:
+    """An image, or a stack of several, as a sandbox is made from it.
 
     Attributes:
-        name: as it was asked for.
-        manifest: its digest.
+        names: role, name as asked for, and manifest of each part, bottom first. The role of a single image is stack.
         layers: bottom first.
         config: how its programs are run.
-        fetched: what had to be taken from the store.
+        store: where it was found.
     """
 
-    name: str
-    manifest: Digest
-    layers: tuple[MountableLayer, ...]
+    names: tuple[tuple[str, str, Digest], ...]
+    layers: tuple[Layer, ...]
     config: ImageConfig
-    fetched: Fetched
+    store: Store
+
+    @property
+    def chain(self) -> str:
+        """What an upper over it belongs to."""
+        return chain_of(layer.metadata.hex for layer in self.layers)
 
     @property
     def identity(self) -> Mapping[str, object]:
-        return {"name": self.name, "manifest": str(self.manifest)}
+        """Of the image, for ``state.json`` and people: its name, and the manifest if it is one."""
+        return {
+            "name": " + ".join(name for _, name, _ in self.names),
+            "manifest": str(self.names[0][2]) if len(self.names) == 1 else None,
+            "store": self.store.location,
+        }
+
+
+@dataclass
+class Demanded:
+    """What one sandbox had to wait for: data that weren't on the node when it read them."""
+
+    frames: int = 0
+    bytes: int = 0
+    waited: float = 0.0
+    events: int = 0
+    failed: int = 0
+
+
+Describe = Callable[[str, Way, Fetched], Mapping[str, object]]
+"""The receipt of a sandbox about to be made: its id, how its data are reached, and what was fetched for it."""
 
 
 class Node:
-    """``root`` holds ``cache/``, ``layers/`` and ``sandboxes/``; several processes may use it at once."""
+    """``root`` holds ``cache/``, ``layers/`` and ``sandboxes/``. Any thread may call. Use as a context manager."""
 
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self.metadata = MetadataCache(os.path.join(root, "cache", "meta"))
-        self.packs = PackCache(os.path.join(root, "cache", "packs"))
-        self.sandboxes = Sandboxes(root)
+    def __init__(
+        self,
+        root: str,
+        *,
+        limit: int | None = None,
+        threads: int = 8,
+        held: Mapping[str, tuple[int, int]] | None = None,
+        observer: Observer = UNOBSERVED,
+    ) -> None:
+        """Take the root's cache.
 
-    def prepare(self, store: Store, name: str, *, jobs: int = 2, progress: Progress = SILENT) -> ReadyImage:
-        """Fetch and verify everything that image ``name`` needs and the cache lacks (mode eager).
+        Args:
+            root: made where there is none.
+            limit: bytes of the cache.
+            threads: requests to stores at once.
+            held: descriptors of packs that a process before this one had open: data and frame map, by hex.
+            observer: is told what is fetched.
 
         Raises:
-            NotFoundError: no such image, or a blob of it is missing.
-            CorruptError: something in the store isn't what its digest says; it is not in the cache then.
+            ConflictError: another process owns this root.
         """
-        target = find_target(store, name)
-        image = parse_image(read_document(store, target, f"manifest of {name!r}"))
-        what = f"config of {name!r}"
-        config = ImageConfig.parse(read_document(store, image.config, what), what)
-        paths = [self.metadata.ensure(layer, store) for layer in image.layers]
-        plan = plan_eager(image.layers, store, self.metadata, self.packs)
-        fetched = fetch(plan, store, self.packs, jobs=jobs, progress=progress) if plan else Fetched()
-        layers = tuple(
-            MountableLayer(
-                layer.metadata.hex,
-                path,
-                tuple(self.packs.data_path(pack) for pack in layer.packs),
-            )
-            for layer, path in zip(image.layers, paths, strict=True)
+        self.root = os.path.realpath(root)
+        self.stores = Stores()
+        self.cache = Cache(self.root, limit=limit, held=held or {})
+        self.fetcher = Fetcher(self.stores.open, self._make_room, threads=threads, observer=observer)
+        self.sandboxes = Sandboxes(self.root)
+        self.layers = ReadyLayers(self.cache, self.fetcher)
+        self._lock = threading.Lock()
+        self._images: OrderedDict[object, NodeImage] = OrderedDict()
+        self._holding: dict[str, list[str]] = {}
+        self._suspended: list[Sandbox] = []
+        self._demanded: dict[str, Demanded] = {}
+        self._by_device: dict[int, str] = {}
+        self._devices_read = 0.0
+
+    def find(
+        self,
+        location: str,
+        base: str,
+        *,
+        workspace: str | None = None,
+        toolkits: Sequence[str] = (),
+        force: bool = False,
+    ) -> NodeImage:
+        """Look images up, by name or manifest digest; fetches no data.
+
+        Raises:
+            NotFoundError: no such image.
+            ConflictError: they don't fit on top of each other, unless ``force``.
+            CorruptError, MalformedError, UnsupportedError: a manifest or config can't be used.
+        """
+        store = self.stores.open(location)
+        wanted = [("base", base), *([("workspace", workspace)] if workspace else [])]
+        wanted += [("toolkit", name) for name in toolkits]
+        if len(wanted) == 1:
+            wanted = [("stack", base)]
+        targets = [find_target(store, name) for _, name in wanted]
+        key = (
+            location,
+            tuple((role, name, target.digest) for (role, name), target in zip(wanted, targets, strict=True)),
+            force,
         )
-        return ReadyImage(name, target.digest, layers, config, fetched)
+        with self._lock:
+            known = self._images.get(key)
+            if known is not None:
+                self._images.move_to_end(key)
+                return known
+        names = tuple((role, name, target.digest) for (role, name), target in zip(wanted, targets, strict=True))
+        if len(wanted) == 1:
+            image = parse_image(read_document(store, targets[0], f"manifest of {base!r}"))
+            what = f"config of {base!r}"
+            found = NodeImage(
+                names, image.layers, ImageConfig.parse(read_document(store, image.config, what), what), store
+            )
+        else:
+            digests = [str(target.digest) for target in targets]  # a name that moves meanwhile stays what it was
+            stack = plan_stack(
+                store,
+                base=digests[0],
+                workspace=digests[1] if workspace else None,
+                toolkits=digests[2 if workspace else 1 :],
+                force=force,
+            )
+            found = NodeImage(names, stack.image.layers, stack.config, store)
+        with self._lock:
+            self._images[key] = found
+            while len(self._images) > _KNOWN_IMAGES:
+                self._images.popitem(last=False)
+        return found
 
     def up(
         self,
-        image: ReadyImage,
+        image: NodeImage,
+        way: Way = FILES,
         *,
         id: str | None = None,
         read_only: bool = False,
         scratch: int | None = None,
-        extra: Mapping[str, object] | None = None,
+        describe: Describe | None = None,
+        progress: Progress = SILENT,
     ) -> Sandbox:
-        """Make a sandbox of an image that is ready. See :meth:`Sandboxes.create` for what it raises."""
-        return self.sandboxes.create(
-            image.layers,
-            image=image.identity,
-            mode="eager",
-            id=id,
-            read_only=read_only,
-            scratch=scratch,
-            receipt={**receipt(image), **(extra or {})},
-        )
+        """Make a sandbox. See :meth:`Sandboxes.create` and :meth:`ReadyLayers.take` for what it raises."""
+        name = new_id() if id is None else id
+        fetched = Fetched()
+        with self._held() as keys:
+            mountable = []
+            for layer in image.layers:
+                ready, cost = self.layers.take(layer, image.store, way, progress)
+                keys.append(ready.key)
+                mountable.append(ready)
+                fetched += cost
+            sandbox = self.sandboxes.create(
+                mountable,
+                image=image.identity,
+                mode=way.mode,
+                id=name,
+                read_only=read_only,
+                scratch=scratch,
+                receipt={"backend": way.backend, "why": way.why} if describe is None else describe(name, way, fetched),
+            )
+            with self._lock:
+                self._holding[name] = list(keys)  # until it is removed
+            keys.clear()
+        return sandbox
+
+    def down(self, id: str) -> Removal:
+        """Remove a sandbox. See :meth:`Sandboxes.remove`."""
+        removal = self.sandboxes.remove(id)
+        with self._lock:
+            keys = self._holding.pop(id, [])
+            self._demanded.pop(id, None)
+        for key in keys:
+            self.layers.give_back(key)
+        return removal
 
     def recover(self) -> list[Leftover]:
         """Clear what crashes left: see :meth:`Sandboxes.recover`, and unfinished files of the cache."""
         found = self.sandboxes.recover()
         with os_errors(f"clear {self.root}/cache"):
-            freed = self.metadata.reclaim() + self.packs.reclaim()
+            freed = self.cache.reclaim()
         if freed:
             found.append(Leftover("unfinished files", f"{self.root}/cache", f"removed, {freed} bytes"))
         return found
 
+    # --- after a restart, and before one
 
-def receipt(image: ReadyImage) -> dict[str, object]:
-    """What has to be known to trust a sandbox, and to make the same one again."""
-    return {
-        "manifest": str(image.manifest),
-        "layers": _prefixed([layer.digest for layer in image.layers]),
-        "mode": "eager",
-        "backend": "file-backed erofs",
-        "verified": "every frame by sha256 before it entered the cache; the metadata image by digest and structure",
-        "kernel": platform.release(),
-        "imgtool": VERSION,
-        "format_version": FORMAT_VERSION,
-        "fetched_bytes": image.fetched.compressed,
-        "fetched_requests": image.fetched.requests,
-    }
+    def restore(self, guards: Mapping[str, Guards], held: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+        """Find sandboxes again; asks no store.
+
+        A sandbox that lost its mounts in an orderly stop gets them back. One that kept them while nobody answered for
+        missing data is watched again from now on, and suspect: what it read meanwhile may be zeros. New sandboxes don't
+        share its mounts.
+
+        Args:
+            guards: by variant of mounts: ``""``, and that of the FUSE server that runs.
+            held: packs, by hex, that somebody answered for all the time.
+
+        Returns:
+            what is wrong with a sandbox, and why another is suspect, by id.
+        """
+        troubled: dict[str, str] = {}
+        suspect: dict[str, str] = {}
+        renewed: set[str] = set()
+        for sandbox in self.sandboxes.list():
+            try:
+                if sandbox.stands and self._unwatched(sandbox, held):
+                    suspect[sandbox.id] = f"nobody answered for data that had not been fetched, until {_now()}"
+                    self._take_again(sandbox, guards, renewed)
+                else:
+                    self._take_again(sandbox, guards)
+            except ImgtoolError as error:
+                troubled[sandbox.id] = str(error)
+        return troubled, suspect
+
+    def _unwatched(self, sandbox: Sandbox, held: Collection[str]) -> bool:
+        """Whether it could read data of a cached pack that aren't there, with nobody to answer for them."""
+        for key in sandbox.state.mounts:
+            digest, variant = known_key(key)
+            if not variant and any(hex not in held for hex in self.layers.missing(digest)):
+                return True
+        return False
+
+    def _take_again(self, sandbox: Sandbox, guards: Mapping[str, Guards], renewed: set[str] | None = None) -> None:
+        """Hold its layers, and mount it if it isn't. Layers in ``renewed`` have got mounts that nobody read from."""
+        ready = []
+        try:
+            for key in sandbox.state.mounts:
+                ready.append(self.layers.retake(key, guards.get(known_key(key)[1])))
+                if renewed is not None and key not in renewed:
+                    self.sandboxes.layers.remount(key, ready[-1].image, ready[-1].devices)
+                    renewed.add(key)
+            if not sandbox.stands:
+                self.sandboxes.resume(sandbox.id, ready)
+        except BaseException:
+            for layer in ready:
+                self.layers.give_back(layer.key)
+            raise
+        with self._lock:
+            self._holding[sandbox.id] = [layer.key for layer in ready]
+
+    def suspend(self) -> dict[str, list[Holder]]:
+        """Unmount what needs somebody to answer for missing data, keeping uppers; what is whole is left standing.
+
+        Returns:
+            who uses a sandbox, by id, so that it could not be unmounted. Then nobody may stop answering.
+        """
+        needing = [
+            sandbox
+            for sandbox in self.sandboxes.list()
+            if sandbox.stands and self.layers.needs_answers(sandbox.state.mounts)
+        ]
+        busy = self.sandboxes.busy([sandbox.id for sandbox in needing])
+        for sandbox in needing:
+            if sandbox.id in busy:
+                continue
+            try:
+                self.sandboxes.suspend(sandbox.id, holders=())
+            except ConflictError:  # somebody came since we looked
+                busy[sandbox.id] = self.sandboxes.busy([sandbox.id]).get(sandbox.id, [])
+                continue
+            with self._lock:
+                keys = self._holding.pop(sandbox.id, [])
+                self._suspended.append(sandbox)
+            for key in keys:
+                self.layers.give_back(key)
+        return busy
+
+    def resume(self, guards: Mapping[str, Guards]) -> dict[str, str]:
+        """Mount again what :meth:`suspend` has unmounted; what went wrong, by id."""
+        with self._lock:
+            suspended, self._suspended = self._suspended, []
+        troubled = {}
+        for sandbox in suspended:
+            try:
+                self._take_again(sandbox, guards)
+            except ImgtoolError as error:
+                troubled[sandbox.id] = str(error)
+        return troubled
+
+    # --- who waits
+
+    def observe(
+        self, pid: int, pack: CachedPack, frames: range, seconds: float, error: ImgtoolError | None
+    ) -> str | None:
+        """Note that process ``pid`` waited for these frames; the sandbox that it runs in, if it is one."""
+        id = self._sandbox_of(pid)
+        if id is None:
+            return None
+        with self._lock:
+            demanded = self._demanded.setdefault(id, Demanded())
+            demanded.events += 1
+            demanded.waited += seconds
+            if error is None:
+                demanded.frames += len(frames)
+                demanded.bytes += sum(pack.index.raw_range(number)[1] for number in frames)
+            else:
+                demanded.failed += len(frames)
+        return id
+
+    def demanded(self, id: str) -> Demanded:
+        with self._lock:
+            return replace(self._demanded.get(id, Demanded()))
+
+    def _sandbox_of(self, pid: int) -> str | None:
+        """By the file system that is the process's root, or holds its working directory."""
+        devices = []
+        for link in ("root", "cwd"):
+            try:
+                devices.append(os.stat(f"/proc/{pid}/{link}").st_dev)
+            except OSError:
+                return None  # it has ended
+        with self._lock:
+            for device in devices:
+                if device in self._by_device:
+                    return self._by_device[device]
+            now = time.monotonic()
+            if now - self._devices_read < 1.0:
+                return None
+            self._devices_read = now
+        found = {}
+        for sandbox in self.sandboxes.list():
+            try:
+                found[os.stat(sandbox.rootfs).st_dev] = sandbox.id
+            except OSError:
+                pass
+        with self._lock:
+            self._by_device = found
+            return next((found[device] for device in devices if device in found), None)
+
+    # --- the end
+
+    def close(self, *, clean: bool = True) -> None:
+        """Stop fetching, make what was fetched durable, and let the root go."""
+        self.fetcher.close()
+        self.cache.close(clean=clean)
+        self.stores.close()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _make_room(self, wanted: int, keep: str) -> int:
+        return self.cache.make_room(wanted, keep=(keep,))
+
+    @contextmanager
+    def _held(self) -> Iterator[list[str]]:
+        """The keys of layers that are held; those in it at the end of the block are given back."""
+        keys: list[str] = []
+        try:
+            yield keys
+        finally:
+            for key in keys:
+                self.layers.give_back(key)
 
 
-def _prefixed(hexes: Sequence[str]) -> list[str]:
-    return [f"sha256:{digest}" for digest in hexes]
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

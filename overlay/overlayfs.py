@@ -159,6 +159,8 @@ def check_filesystem(directory: AnyPath) -> None:
         os.setxattr(directory, b"trusted.imgtool.probe", b"y")
         os.removexattr(directory, b"trusted.imgtool.probe")
     except OSError as error:
+        if error.errno == errno.ENODATA:
+            return  # another process is probing too, and has removed it first
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         raise UnsupportedError(

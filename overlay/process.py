@@ -5,7 +5,7 @@ Users and groups given by name are looked up in the image's own /etc/passwd and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from layerstore.errors import MalformedError, NotFoundError, UsageError, printable
@@ -61,6 +61,55 @@ def process_of(config: RunConfig, rootfs: str, args: Sequence[str] | None = None
     for value in (*command, *env, config.working_dir):
         _check_value(value)
     return Process(command, tuple(env), "/" + config.working_dir.lstrip("/"), user)
+
+
+def run_document(config: RunConfig) -> dict[str, object]:
+    """What :func:`run_config` takes: an image's run settings as JSON, for another process to run it."""
+    return {name: _plain(getattr(config, name)) for name in RunConfig.__dataclass_fields__}
+
+
+def run_config(document: object) -> RunConfig:
+    """The settings that :func:`run_document` wrote.
+
+    Raises:
+        MalformedError: something else.
+    """
+    if not isinstance(document, dict) or set(document) != set(RunConfig.__dataclass_fields__):
+        raise MalformedError("run settings of an image: not an object with the fields of one")
+    texts = {name: _texts(document, name) for name in ("env", "volumes", "exposed_ports", "entrypoint", "cmd")}
+    labels = document["labels"]
+    if not isinstance(labels, list) or not all(
+        isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item) for item in labels
+    ):
+        raise MalformedError("run settings of an image: labels are not pairs of strings")
+    for name in ("user", "working_dir", "stop_signal"):
+        if not isinstance(document[name], str):
+            raise MalformedError(f"run settings of an image: {name} is not a string")
+    return RunConfig(
+        env=texts["env"] or (),
+        entrypoint=texts["entrypoint"],
+        cmd=texts["cmd"],
+        user=document["user"],
+        working_dir=document["working_dir"],
+        labels=tuple((name, value) for name, value in labels),
+        volumes=texts["volumes"] or (),
+        exposed_ports=texts["exposed_ports"] or (),
+        stop_signal=document["stop_signal"],
+    )
+
+
+def _plain(value: object) -> object:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _texts(document: Mapping[str, object], name: str) -> tuple[str, ...] | None:
+    """A list of strings; None, which only entrypoint and cmd may be, says that the image doesn't have it."""
+    value = document[name]
+    if value is None and name in ("entrypoint", "cmd"):
+        return None
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise MalformedError(f"run settings of an image: {name} is not a list of strings")
+    return tuple(value)
 
 
 def resolve_user(spec: str, rootfs: str) -> User:

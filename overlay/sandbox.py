@@ -4,6 +4,7 @@
 
     <root>/sandboxes/<id>/
         state.json      the commit: written last, removed first       (format)
+        state.new       on its way to that name
         upper/ work/    what is written in the sandbox; absent when read-only
         empty/          the topmost lower of a read-only one
         scratch.img, scratch/{upper,work}   instead of upper and work, with --scratch
@@ -23,9 +24,9 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from layerstore.errors import (
@@ -43,7 +44,7 @@ from overlay import mountinfo, runs
 from overlay.deletion import remove_tree
 from overlay.detached import DetachedCopy
 from overlay.format import MAX_SIZE, SandboxState, chain_of
-from overlay.holders import Holder, holders_of
+from overlay.holders import Holder, holders_by_device, holders_of
 from overlay.layers import USER, LayerMounts, Leftover, MountableLayer
 from overlay.mountapi import MNT_DETACH, umount
 from overlay.overlayfs import check_filesystem, mount_overlay
@@ -193,8 +194,9 @@ class Sandboxes:
             raise UsageError("a layer is named twice; every layer of a stack is there once")
         if read_only and scratch is not None:
             raise UsageError("--scratch bounds what is written, and a read-only sandbox takes no writes")
-        name = secrets.token_hex(6) if id is None else _checked(id)
+        name = new_id() if id is None else _checked(id)
         digests = tuple(layer.digest for layer in layers)
+        keys = tuple(layer.key for layer in layers)
         state = SandboxState(
             id=name,
             created=int(time.time()),
@@ -206,10 +208,9 @@ class Sandboxes:
             chain=chain_of(digests),
             image=image,
             receipt=receipt or {},
+            mounts=keys,
         )
-        encoded = state.to_bytes()
-        if len(encoded) > MAX_SIZE:
-            raise UsageError(f"image and receipt of sandbox {name} take more than {MAX_SIZE} bytes")
+        encoded = _encoded(state)
         directory = f"{self._directory}/{name}"
         with os_errors(f"create sandbox {name}"), self._claimed(name, directory) as fd:
             try:
@@ -224,12 +225,14 @@ class Sandboxes:
                 self._mount(state, directory, layers, new=True)
                 _publish(fd, encoded)
             except BaseException:
-                self._clear(fd, directory, name, digests)
+                self._clear(fd, directory, name, keys)
                 raise
         return Sandbox(state, directory)
 
     def resume(self, id: str, layers: Sequence[MountableLayer]) -> Sandbox:
-        """Mount a sandbox again that has lost its mounts but not its upper (somebody ran umount).
+        """Mount a sandbox again that has lost its mounts but not its upper: after :meth:`suspend`, or a stray umount.
+
+        The layers may be mounted in other variants than before; the state says which from then on.
 
         Raises:
             ConflictError: ``layers`` are not those that its upper was written over, or the machine has been
@@ -237,23 +240,26 @@ class Sandboxes:
             NotFoundError: no such sandbox.
         """
         require_root()
-        sandbox = self.get(id)
-        state = sandbox.state
-        chain = chain_of(layer.digest for layer in layers)
-        if chain != state.chain:
-            raise ConflictError(
-                f"the upper of sandbox {id} was written over layers {state.chain} and can't be used over {chain}"
-            )
-        if state.boot != self._boot_id and not state.read_only:
-            raise ConflictError(
-                f"sandbox {id} is from before the machine's last start, and what it wrote was never synced; "
-                f"remove it with `imgtool down {id}`"
-            )
-        with os_errors(f"resume sandbox {id}"), self._locked(sandbox.directory) as fd:
-            if fd is None or self.get(id).state != state:
-                raise NotFoundError(f"sandbox {id} was removed")
+        with self._held(id, "resume") as (fd, sandbox):
+            state = sandbox.state
+            chain = chain_of(layer.digest for layer in layers)
+            if chain != state.chain:
+                raise ConflictError(
+                    f"the upper of sandbox {id} was written over layers {state.chain} and can't be used over {chain}"
+                )
+            if state.boot != self._boot_id and not state.read_only:
+                raise ConflictError(
+                    f"sandbox {id} is from before the machine's last start, and what it wrote was never synced; "
+                    f"remove it with `imgtool down {id}`"
+                )
             if sandbox.stands:
                 return sandbox
+            keys = tuple(layer.key for layer in layers)
+            for key in set(state.mounts).difference(keys):
+                self.layers.detach(key, id)
+            if keys != state.mounts:  # before they are attached: what the state names is what removing lets go
+                state = replace(state, mounts=keys)
+                _publish(fd, _encoded(state))
             work = _writable(sandbox.directory, state)[1]
             if work is not None:  # a volatile overlay marks its work directory; the kernel wants a new one
                 work_parent = os.open(os.path.dirname(work), _DIRECTORY)
@@ -263,7 +269,75 @@ class Sandboxes:
                 finally:
                     os.close(work_parent)
             self._mount(state, sandbox.directory, layers, new=False)
-        return sandbox
+            return Sandbox(state, sandbox.directory)
+
+    def busy(self, ids: Collection[str]) -> dict[str, list[Holder]]:
+        """Who uses the root filesystems of these sandboxes, by id; those that nobody uses are left out.
+
+        One look at all of /proc, however many sandboxes. Processes in other mount namespaces count.
+        """
+        devices: dict[int, str] = {}
+        for id in ids:
+            directory = f"{self._directory}/{_checked(id)}"
+            try:
+                device = os.stat(directory + "/rootfs").st_dev
+                if device != os.stat(directory).st_dev:
+                    devices[device] = id
+            except FileNotFoundError:
+                pass
+        return {devices[device]: holders for device, holders in holders_by_device(devices).items()}
+
+    def suspend(self, id: str, *, holders: Sequence[Holder] | None = None, force: bool = False) -> list[Holder]:
+        """Unmount a sandbox and leave its layers, but keep its state and upper: :meth:`resume` brings it back.
+
+        With ``scratch``, the filesystem of its upper stays mounted. One that doesn't stand only leaves its layers.
+
+        Args:
+            id: of the sandbox.
+            holders: what :meth:`busy` has just said of it; None: it is asked.
+            force: detach what is busy. Its holders go on reading and writing through the mount that they have, and
+                while they live the sandbox must not be resumed: overlayfs doesn't allow two mounts of one upper.
+
+        Returns:
+            Those holders.
+
+        Raises:
+            ConflictError: somebody uses it, or something is mounted in it; it stands as before.
+            NotFoundError: no such sandbox.
+        """
+        require_root()
+        with self._held(id, "suspend") as (_, sandbox):
+            # Asked before: the kernel finds nothing busy where only another mount namespace has a copy of the mount.
+            found = list(self.busy([id]).get(id, ()) if holders is None else holders)
+            if found and not force:
+                raise ConflictError(f"sandbox {id} is in use by {', '.join(map(str, found[:5]))}; stop them first")
+            if sandbox.stands:
+                try:
+                    umount(sandbox.rootfs)
+                except OSError as error:
+                    if error.errno != errno.EBUSY:
+                        raise
+                    found = found or holders_of(os.stat(sandbox.rootfs).st_dev)
+                    if not force:
+                        who = ", ".join(map(str, found[:5])) or "something that is mounted in it"
+                        raise ConflictError(f"sandbox {id} is in use by {who}; stop or unmount that first") from error
+                unmount_all(sandbox.rootfs)
+            for key in dict.fromkeys(sandbox.state.mounts):
+                self.layers.detach(key, id)
+            return found
+
+    def update_receipt(self, id: str, receipt: Mapping[str, object]) -> Sandbox:
+        """Replace the receipt of a sandbox, atomically.
+
+        Raises:
+            UsageError: it is too large.
+            NotFoundError: no such sandbox.
+        """
+        require_root()
+        with self._held(id, "write the receipt of") as (fd, sandbox):
+            state = replace(sandbox.state, receipt=receipt)
+            _publish(fd, _encoded(state))
+            return Sandbox(state, sandbox.directory)
 
     def get(self, id: str) -> Sandbox:
         """The sandbox ``id``.
@@ -305,14 +379,14 @@ class Sandboxes:
             if fd is None:
                 return Removal(id, existed=False)
             try:
-                digests: tuple[str, ...] | None = self.get(id).state.layers
+                keys: tuple[str, ...] | None = self.get(id).state.mounts
             except ImgtoolError:  # no state, or one that can't be read: ask every layer
-                digests = None
+                keys = None
             try:
                 os.unlink("state.json", dir_fd=fd)
             except FileNotFoundError:
                 pass
-            return self._clear(fd, directory, id, digests)
+            return self._clear(fd, directory, id, keys)
 
     def recover(self) -> list[Leftover]:
         """Find and clear what crashes left: parts of sandboxes, users of layers, mounts and loop devices.
@@ -384,12 +458,12 @@ class Sandboxes:
         if detached is not None:
             self._detached = None
 
-    def _clear(self, fd: int, directory: str, name: str, digests: tuple[str, ...] | None) -> Removal:
-        """Everything of a sandbox without state.json; its lock is held. ``digests`` None: not known."""
+    def _clear(self, fd: int, directory: str, name: str, keys: tuple[str, ...] | None) -> Removal:
+        """Everything of a sandbox without state.json; its lock is held. ``keys`` of its layers; None: not known."""
         stopped = runs.stop_all(directory)
         holders = _unmount(directory + "/rootfs")
-        for digest in self.layers.mounted() if digests is None else dict.fromkeys(digests):
-            self.layers.detach(digest, name)
+        for key in self.layers.mounted() if keys is None else dict.fromkeys(keys):
+            self.layers.detach(key, name)
         if os.path.lexists(directory + "/scratch"):
             remove_scratch(directory)
         remove_tree(fd, b"upper")
@@ -472,6 +546,15 @@ class Sandboxes:
             # recovery took the new directory for a leftover in the moment before it was locked
 
     @contextmanager
+    def _held(self, id: str, what: str) -> Iterator[tuple[int, Sandbox]]:
+        """Hold the lock of a sandbox that exists; yields its directory's descriptor, and what its state is now."""
+        directory = f"{self._directory}/{_checked(id)}"
+        with os_errors(f"{what} sandbox {id}"), self._locked(directory) as fd:
+            if fd is None:
+                raise NotFoundError(f"no sandbox {id}; `imgtool ps` lists them")
+            yield fd, self.get(id)
+
+    @contextmanager
     def _locked(self, directory: str, *, wait: bool = True) -> Iterator[int | None]:
         """Hold a sandbox's lock; None when it doesn't exist (any more), or with ``wait=False`` is taken."""
         try:
@@ -502,6 +585,11 @@ class Sandboxes:
         return found
 
 
+def new_id() -> str:
+    """A name that no other sandbox has, as good as certainly."""
+    return secrets.token_hex(6)
+
+
 def _checked(id: str) -> str:
     if not USER.fullmatch(id):
         raise UsageError(
@@ -518,16 +606,28 @@ def _writable(directory: str, state: SandboxState) -> tuple[str, str] | tuple[No
     return base + "/upper", base + "/work"
 
 
+def _encoded(state: SandboxState) -> bytes:
+    encoded = state.to_bytes()
+    if len(encoded) > MAX_SIZE:
+        raise UsageError(f"image and receipt of sandbox {state.id} take more than {MAX_SIZE} bytes")
+    return encoded
+
+
 def _publish(fd: int, text: bytes) -> None:
-    """state.json appears complete or not at all. Not synced: it means nothing after a restart."""
-    new = os.open("state.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd)
+    """state.json appears, or changes, as a whole or not at all. Not synced: it means nothing after a restart."""
+    # Not O_EXCL: one that a killed writer left is overwritten; the sandbox's lock keeps others out.
+    new = os.open("state.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
     try:
-        written = os.write(new, text)
-        if written != len(text):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
-    finally:
-        os.close(new)
-    os.rename("state.new", "state.json", src_dir_fd=fd, dst_dir_fd=fd)
+        try:
+            written = os.write(new, text)
+            if written != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
+        finally:
+            os.close(new)
+        os.rename("state.new", "state.json", src_dir_fd=fd, dst_dir_fd=fd)
+    except OSError:
+        os.unlink("state.new", dir_fd=fd)
+        raise
 
 
 def _unmount(rootfs: str) -> list[Holder]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from layerstore.cache.metadata import MetadataCache, PackUse
-from layerstore.cache.packs import PackCache
+from layerstore.cache.cache import Cache
+from layerstore.cache.metadata import PackUse
+from layerstore.cache.packs import CachedPack
 from layerstore.image import Layer
 from layerstore.pack.format import BLOCK_SIZE
 from layerstore.pack.reader import FrameIndex
-from layerstore.pack.stored import StoredPack
 from layerstore.store.protocol import Store
 
 FRAMES_PER_READ = 16
@@ -51,19 +51,22 @@ def ranges(numbers: Iterable[int], *, most: int) -> list[FrameRange]:
 
 @dataclass(frozen=True, slots=True)
 class PackFetch:
-    """What is to be fetched of one pack."""
+    """What is to be fetched of one pack of the cache, in order."""
 
-    pack: StoredPack
+    pack: CachedPack
     ranges: tuple[FrameRange, ...]
 
 
-def plan_eager(layers: Sequence[Layer], store: Store, metadata: MetadataCache, packs: PackCache) -> list[PackFetch]:
-    """Everything that the layers refer to and the cache lacks, pack by pack. Their metadata has to be there."""
-    needed: dict[StoredPack, set[int]] = {}
+def plan_eager(layers: Sequence[Layer], cache: Cache, store: Store) -> list[PackFetch]:
+    """Everything that the layers refer to and the cache lacks, pack by pack. Their metadata has to be there.
+
+    ``store`` is asked for the frame index of packs that the node has not seen yet, and becomes an origin of all.
+    """
+    needed: dict[CachedPack, set[int]] = {}
     for layer in layers:
-        for pack, use in zip(layer.packs, metadata.uses(layer), strict=True):
-            with packs.open(pack, store) as cached:
-                needed.setdefault(pack, set()).update(cached.missing(frames_used(use, cached.index)))
+        for pack, use in zip(layer.packs, cache.metadata.uses(layer), strict=True):
+            cached = cache.pack(pack, store)
+            needed.setdefault(cached, set()).update(cached.unready(frames_used(use, cached.index)))
     return [
         PackFetch(pack, tuple(ranges(sorted(numbers), most=FRAMES_PER_READ)))
         for pack, numbers in needed.items()

@@ -21,6 +21,7 @@ from layerstore.pack.writer import DEFAULT_LEVEL
         "imgtool convert oci:./debian:full --role base --tag debian-full",
         "imgtool convert oci-archive:repo.tar --role workspace --base debian-full --tag repo",
         "imgtool convert tree:./tools --role toolkit --tag tools",
+        "imgtool convert oci:./debian:full --role base --tag debian-full --raw --store /mnt/nfs/store",
         "zcat layer.tar.gz | imgtool convert tar:- --role base --tag scratch",
     ),
 )
@@ -33,6 +34,7 @@ from layerstore.pack.writer import DEFAULT_LEVEL
 @click.option(
     "--no-dedup", is_flag=True, help="Refer to no other layer's packs: the digests depend on the source alone."
 )
+@click.option("--raw", is_flag=True, help="Store its packs raw too, for --mode direct.")
 @click.option("--level", type=click.IntRange(1, 19), default=DEFAULT_LEVEL, show_default=True, help="zstd level.")
 @click.option("--max-layer-gib", type=click.IntRange(1), help="Refuse layers that unpack to more [default: 256].")
 @click.option("--max-entries", type=click.IntRange(1), help="Refuse images of more entries [default: 10000000].")
@@ -48,6 +50,7 @@ def command(
     rebase: bool,
     platform: str | None,
     no_dedup: bool,
+    raw: bool,
     level: int,
     max_layer_gib: int | None,
     max_entries: int | None,
@@ -78,6 +81,7 @@ def command(
         level=level,
         jobs=jobs,
         limits=limits,
+        raw=raw,
     )
     with progress.shown() as drawn:
         report = convert(conversion, writable_store(store, root), tag=tag, progress=drawn, warn=render.warn)

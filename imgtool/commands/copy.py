@@ -6,8 +6,11 @@ import click
 
 from imgtool import progress, render
 from imgtool.options import examples, jobs_option, json_option
+from layerstore.oci.descriptor import Descriptor
+from layerstore.rawpacks import RawPack, RawState, packs_of, store_raw
 from layerstore.store.copying import copy
 from layerstore.store.directory import DirectoryStore
+from layerstore.store.protocol import Lease
 
 
 @click.command(
@@ -16,6 +19,7 @@ from layerstore.store.directory import DirectoryStore
     epilog=examples(
         "imgtool copy repo-env /var/lib/imgtool/store /mnt/shared/store",
         "imgtool copy repo /mnt/a /mnt/b --as repo:from-a --replace",
+        "imgtool copy repo-env ./store /mnt/nfs/store --raw",
     ),
 )
 @click.argument("name")
@@ -23,22 +27,36 @@ from layerstore.store.directory import DirectoryStore
 @click.argument("destination", metavar="STORE2")
 @click.option("--as", "rename", metavar="NEW", help="Name in STORE2 [default: the same].")
 @click.option("--replace", is_flag=True, help="Move the name where STORE2 has it for another image.")
+@click.option("--raw", is_flag=True, help="Store its packs raw in STORE2 too, for --mode direct.")
 @jobs_option
 @json_option
 def command(
-    name: str, source: str, destination: str, rename: str | None, replace: bool, jobs: int, as_json: bool
+    name: str, source: str, destination: str, rename: str | None, replace: bool, raw: bool, jobs: int, as_json: bool
 ) -> None:
-    """Copy image NAME from STORE to STORE2: only the blobs that are missing there, verified on the way."""
+    """Copy image NAME from STORE to STORE2: only the blobs that are missing there, verified on the way.
+
+    Raw packs are never copied: --raw makes them in STORE2 from what was copied, before the name is there.
+    """
+    target_store = DirectoryStore.create(destination)
+    stored: list[RawPack] = []
+
+    def store_packs(target: Descriptor, lease: Lease) -> None:
+        if raw:
+            packs = packs_of(target_store, [str(target.digest)])
+            stored.extend(store_raw(target_store, packs, lease, progress=drawn))
+
     with progress.shown() as drawn:
         copied = copy(
             name,
             DirectoryStore(source),
-            DirectoryStore.create(destination),
+            target_store,
             rename=rename,
             replace=replace,
             jobs=jobs,
             progress=drawn,
+            complete=store_packs,
         )
+    bytes_raw = sum(pack.size for pack in stored if pack.state is RawState.STORED)
     if as_json:
         render.print_json(
             {
@@ -47,6 +65,7 @@ def command(
                 "blobs_copied": copied.blobs,
                 "bytes_copied": copied.bytes,
                 "blobs_present": copied.present,
+                "bytes_raw": bytes_raw,
             }
         )
     else:
@@ -54,3 +73,5 @@ def command(
             f"{rename or name}: copied {copied.blobs} blob(s), {render.size(copied.bytes)}; "
             f"{copied.present} were there already"
         )
+        if raw:
+            render.print_line(f"  {len(stored)} pack(s) are stored raw, {render.size(bytes_raw)} of them new")

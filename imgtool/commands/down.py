@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 import click
 
-from imgtool import render
+from imgtool import render, service_start
 from imgtool.options import examples, json_option, root_option, root_path
 from layerstore.errors import UsageError
-from overlay.node import Node
+from overlay.privilege import require_root
+from overlay.service.answers import LeftoverInfo, RemovalInfo
+from overlay.service.client import Client
+from overlay.service.request import check_id
 
 
 @click.command(
@@ -27,11 +33,16 @@ def command(ids: tuple[str, ...], everything: bool, leftovers_only: bool, root: 
     """
     if bool(ids) + everything + leftovers_only != 1:
         raise UsageError("name sandboxes, or say --all or --leftovers")
-    node = Node(root_path(root))
-    sandboxes = node.sandboxes
-    names = [sandbox.id for sandbox in sandboxes.list()] if everything else list(ids)
-    removals = [sandboxes.remove(name) for name in names]
-    leftovers = [] if ids else node.recover()
+    require_root()
+    ids = tuple(dict.fromkeys(map(check_id, ids)))
+    client = _client(root_path(root), ids)
+    if client is None:
+        removals: Sequence[RemovalInfo] = [RemovalInfo(name, False, (), (), {}) for name in ids]
+        leftovers = [] if ids else _recovered(root_path(root))
+    else:
+        with client:
+            removals = client.remove_all() if everything else [client.remove(name) for name in ids]
+            leftovers = [] if ids else client.recover()
     for removal in removals:
         for holder in removal.holders:
             render.warn(f"{removal.id}: {holder} still uses its files; they go when it ends")
@@ -52,3 +63,28 @@ def command(ids: tuple[str, ...], everything: bool, leftovers_only: bool, root: 
         render.print_line(f"{item.kind} {item.path}: {item.action}")
     if leftovers_only and not leftovers:
         render.print_line("no leftovers")
+
+
+def _client(root: str, ids: Sequence[str]) -> Client | None:
+    """The service, which is started only where there is something to remove."""
+    client = service_start.running(root)
+    if client is not None:
+        return client
+    sandboxes = f"{root}/sandboxes"
+    there = any(os.path.lexists(f"{sandboxes}/{name}") for name in ids) if ids else _has_entries(sandboxes)
+    return service_start.service(root) if there else None
+
+
+def _has_entries(directory: str) -> bool:
+    try:
+        with os.scandir(directory) as entries:
+            return any(True for _ in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _recovered(root: str) -> list[LeftoverInfo]:
+    """What is left over where there are no sandboxes and no service: stray mounts, layers, loop devices."""
+    from overlay.sandbox import Sandboxes  # with all that mounting needs, which the service has otherwise
+
+    return [LeftoverInfo(item.kind, item.path, item.action, {}) for item in Sandboxes(root).recover()]

@@ -9,6 +9,8 @@ from imgtool.options import examples, json_option, open_store, store_option
 from layerstore.errors import printable
 from layerstore.image import Image, Layer, find_target, parse_image, read_document
 from layerstore.oci.config import ImageConfig
+from layerstore.rawpacks import is_raw
+from layerstore.store.protocol import Store
 
 
 @click.command(
@@ -20,7 +22,7 @@ from layerstore.oci.config import ImageConfig
 @store_option
 @json_option
 def command(name: str, store: str | None, root: str | None, as_json: bool) -> None:
-    """Show the layers, packs and config of image NAME (a tag or a digest)."""
+    """Show the layers, packs and config of image NAME (a tag or a digest), and which packs are also stored raw."""
     source = open_store(store, root)
     target = find_target(source, name)
     image = parse_image(read_document(source, target, f"manifest of {name!r}"))
@@ -31,13 +33,13 @@ def command(name: str, store: str | None, root: str | None, as_json: bool) -> No
             {
                 "name": name,
                 "manifest": str(target.digest),
-                "layers": [_layer(layer) for layer in image.layers],
+                "layers": [_layer(source, layer) for layer in image.layers],
                 "config": config.document,
             }
         )
         return
     render.print_line(f"{name}  {target.digest}")
-    _print_layers(image)
+    _print_layers(source, image)
     run = config.run
     command_line = [*(run.entrypoint or ()), *(run.cmd or ())]
     for label, value in (
@@ -51,7 +53,7 @@ def command(name: str, store: str | None, root: str | None, as_json: bool) -> No
             render.print_line(f"{label:>12}  {printable(value)}")
 
 
-def _layer(layer: Layer) -> dict[str, object]:
+def _layer(source: Store, layer: Layer) -> dict[str, object]:
     return {
         "role": layer.role.value,
         "layer": str(layer.metadata),
@@ -62,20 +64,31 @@ def _layer(layer: Layer) -> dict[str, object]:
         "source": str(layer.source) if layer.source else None,
         "diff_ids": [str(diff_id) for diff_id in layer.diff_ids],
         "packs": [
-            {"pack": str(pack.digest), "bytes": pack.raw_size, "blob": str(pack.blob), "bytes_stored": pack.blob_size}
+            {
+                "pack": str(pack.digest),
+                "bytes": pack.raw_size,
+                "blob": str(pack.blob),
+                "bytes_stored": pack.blob_size,
+                "raw": is_raw(source, pack),
+            }
             for pack in layer.packs
         ],
     }
 
 
-def _print_layers(image: Image) -> None:
+def _print_layers(source: Store, image: Image) -> None:
     rows: list[tuple[str, ...]] = []
     for layer in image.layers:
         rows.append(
             (layer.role, layer.metadata.hex[:12], render.size(layer.metadata_size), render.size(layer.blob_size))
         )
         rows += [
-            ("  pack", pack.digest.hex[:12], render.size(pack.raw_size), render.size(pack.blob_size))
+            (
+                "  pack, also raw" if is_raw(source, pack) else "  pack",
+                pack.digest.hex[:12],
+                render.size(pack.raw_size),
+                render.size(pack.blob_size),
+            )
             for pack in layer.packs
         ]
     render.print_table(("LAYER", "DIGEST", "RAW", "STORED"), rows, right=frozenset({2, 3}))

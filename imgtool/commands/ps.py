@@ -3,47 +3,85 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
-from imgtool import render
-from imgtool.options import examples, json_option, root_option, root_path
-from overlay.sandbox import Sandboxes
+from imgtool import render, service_start
+from imgtool.options import document_of, examples, json_option, root_option, root_path
+
+_NOT_SERVED = "not served: no node service runs, so data that aren't here yet can't be read; `imgtool node run`"
 
 
 @click.command(
     "ps",
     short_help="List sandboxes.",
-    epilog=examples("imgtool ps", "imgtool ps --json | jq -r .[].id"),
+    epilog=examples("imgtool ps", "imgtool ps --wide", "imgtool ps --json | jq -r .[].id", "watch -n1 imgtool ps"),
 )
+@click.option("--wide", is_flag=True, help="Also say why each has its mode and backend.")
 @root_option
 @json_option
-def command(root: str | None, as_json: bool) -> None:
-    """List the sandboxes of this node."""
-    sandboxes = Sandboxes(root_path(root))
-    listed = [(sandbox, sandboxes.stands(sandbox)) for sandbox in sandboxes.list()]
+def command(wide: bool, root: str | None, as_json: bool) -> None:
+    """List the sandboxes of this node.
+
+    LATE is what a sandbox read before it was on the node, and WAITED how long its readers waited for that, all
+    together. Starts no service.
+    """
+    client = service_start.running(root_path(root))
+    if client is None:
+        listed = _without_service(root_path(root))
+    else:
+        with client:
+            listed = [document_of(sandbox) for sandbox in client.sandboxes()]
     if as_json:
-        render.print_json([{**sandbox.to_json(), "mounted": stands} for sandbox, stands in listed])
+        render.print_json(listed)
         return
+    headings = ["ID", "IMAGE", "MODE", "BACKEND", "STATE", "AGE", "LATE", "WAITED", "ROOTFS"]
     render.print_table(
-        ("ID", "IMAGE", "MODE", "STATE", "AGE", "ROOTFS"),
-        [
-            (
-                sandbox.id,
-                str(sandbox.state.image.get("name", "")),
-                sandbox.state.mode + (" ro" if sandbox.state.read_only else ""),
-                "up" if stands else "not mounted",
-                _age(sandbox.state.created),
-                sandbox.rootfs,
-            )
-            for sandbox, stands in listed
-        ],
+        [*headings, "WHY"] if wide else headings,
+        [[*_row(sandbox), str(sandbox["why"])] if wide else _row(sandbox) for sandbox in listed],
+        right=frozenset({6, 7}),
     )
+    for sandbox in listed:
+        if ":" in sandbox["condition"]:
+            render.print_line(f"{sandbox['id']}: {sandbox['condition']}")
 
 
-def _age(created: int) -> str:
-    seconds = max(0, int(time.time()) - created)
-    for unit, length in (("d", 86_400), ("h", 3_600), ("m", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds // length}{unit}"
-    return f"{seconds}s"
+def _row(sandbox: Mapping[str, Any]) -> list[str]:
+    demand = sandbox.get("demand") or {}
+    return [
+        sandbox["id"],
+        str(sandbox["image"].get("name", "")),
+        sandbox["mode"] + (" ro" if sandbox["read_only"] else ""),
+        sandbox["backend"],
+        _state(sandbox["condition"]),
+        render.span(max(0, time.time() - sandbox["created"])),
+        render.size(demand.get("bytes", 0)) if demand.get("frames") else "-",
+        f"{demand['waited']:.3g} s" if demand.get("waited") else "-",
+        sandbox["rootfs"],
+    ]
+
+
+def _state(condition: str) -> str:
+    return "up" if condition == "ok" else condition.partition(":")[0]
+
+
+def _without_service(root: str) -> list[dict[str, Any]]:
+    """What the state directory says."""
+    from overlay.sandbox import Sandbox, Sandboxes  # with all that mounting needs, which the service has otherwise
+
+    def document(sandbox: Sandbox) -> dict[str, Any]:
+        receipt = sandbox.state.receipt
+        mounted = sandbox.stands
+        lazy = sandbox.state.mode == "lazy"
+        return {
+            **sandbox.to_json(),
+            "mounted": mounted,
+            "backend": receipt.get("backend", "files"),
+            "why": receipt.get("why", ""),
+            "condition": "not mounted" if not mounted else _NOT_SERVED if lazy else "ok",
+            "demand": None,
+        }
+
+    return [document(sandbox) for sandbox in Sandboxes(root).list()]

@@ -6,14 +6,17 @@ import sys
 
 import click
 
-from imgtool import progress, render
+from imgtool import progress, render, service_start
 from imgtool.exitcodes import ExitCode
-from imgtool.options import examples, jobs_option, json_option, open_store, root_path, store_option
+from imgtool.options import document_of, examples, json_option, root_path, store_option, store_path
 from imgtool.quantity import SIZE
 from layerstore.errors import ImgtoolError, UsageError
 from overlay.execution import run
-from overlay.node import Node
 from overlay.privilege import require_root
+from overlay.process import run_config
+from overlay.sandbox import Sandboxes
+from overlay.service.client import Client
+from overlay.service.request import BACKENDS, MODES, SandboxRequest
 
 
 @click.command(
@@ -23,30 +26,32 @@ from overlay.privilege import require_root
     epilog=examples(
         "imgtool run repo-env -- pytest -q",
         "imgtool run --runtime chroot debian-full -- python3 -c 'import numpy'",
-        "imgtool run --scratch 1G repo-env",
+        "imgtool run --scratch 1G --mode eager repo-env",
     ),
 )
 @click.argument("name")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARG]...]")
+@click.option("--mode", type=click.Choice(MODES), help="How data are reached [default: what works best here].")
+@click.option("--backend", type=click.Choice(BACKENDS), help="Of mode lazy [default: what works best here].")
 @click.option("--read-only", is_flag=True, help="Nothing can be written in it.")
 @click.option("--scratch", type=SIZE, metavar="SIZE", help="At most so many bytes can be written in it (10G, 512M).")
 @click.option("--runtime", metavar="NAME", help="runc, crun, a path, or chroot [default: the first there is].")
 @click.option("-t", "--tty", is_flag=True, help="Give the command a terminal of its own.")
 @click.option("--keep", is_flag=True, help="Leave the sandbox standing.")
 @click.option("-q", "--quiet", is_flag=True, help="Don't say on standard error what runs it.")
-@jobs_option
 @store_option
 @json_option
 def command(
     name: str,
     arguments: tuple[str, ...],
+    mode: str | None,
+    backend: str | None,
     read_only: bool,
     scratch: int | None,
     runtime: str | None,
     tty: bool,
     keep: bool,
     quiet: bool,
-    jobs: int,
     store: str | None,
     root: str | None,
     as_json: bool,
@@ -58,24 +63,28 @@ def command(
     summary is printed after the command's own output.
     """
     argv = list(arguments[1:] if arguments[:1] == ("--",) else arguments)
+    document: dict[str, object] = {"base": name, "store": store_path(store, root), "mode": mode, "backend": backend}
+    request = SandboxRequest.from_json({**document, "read_only": read_only, "scratch": scratch})
     try:
         require_root()
-        node = Node(root_path(root))
-        with progress.shown(quiet=quiet) as drawn:
-            image = node.prepare(open_store(store, root), name, jobs=jobs, progress=drawn)
-        sandbox = node.up(image, read_only=read_only, scratch=scratch)
-        try:
-            if not quiet:
-                shown = (keep and f"sandbox {sandbox.id}, kept") or f"sandbox {sandbox.id}"
-                click.echo(f"imgtool: {shown}", err=True)
-            outcome = run(sandbox, argv or None, image.config.run, runtime=runtime, terminal=tty)
-            if outcome.reason:
-                click.echo(f"imgtool: {outcome.reason}", err=True)
-            elif not quiet:
-                click.echo(f"imgtool: ran in {outcome.runtime}, exit code {outcome.exit_code}", err=True)
-        finally:
-            if not keep:
-                node.sandboxes.remove(sandbox.id)
+        with service_start.service(root_path(root)) as client:
+            with progress.shown(quiet=quiet) as drawn:
+                [made] = client.create(request, drawn)
+            client.close()  # the command may take hours
+            try:
+                if not quiet:
+                    shown = (keep and f"sandbox {made.id}, kept") or f"sandbox {made.id}"
+                    click.echo(f"imgtool: {shown}", err=True)
+                sandbox = Sandboxes(root_path(root)).get(made.id)
+                config = run_config(made.raw.get("run"))
+                outcome = run(sandbox, argv or None, config, runtime=runtime, terminal=tty)
+                if outcome.reason:
+                    click.echo(f"imgtool: {outcome.reason}", err=True)
+                elif not quiet:
+                    click.echo(f"imgtool: ran in {outcome.runtime}, exit code {outcome.exit_code}", err=True)
+            finally:
+                if not keep:
+                    _remove(client, made.id)
     except UsageError:
         raise
     except ImgtoolError as error:
@@ -84,6 +93,14 @@ def command(
     if as_json:
         sys.stdout.flush()
         render.print_json(
-            {**sandbox.to_json(), "runtime": outcome.runtime, "exit_code": outcome.exit_code, "kept": keep}
+            {**document_of(made), "runtime": outcome.runtime, "exit_code": outcome.exit_code, "kept": keep}
         )
     return outcome.exit_code
+
+
+def _remove(client: Client, id: str) -> None:
+    """That it could not be removed is said, and doesn't hide how the command ended."""
+    try:
+        client.remove(id)
+    except ImgtoolError as error:
+        render.warn(f"sandbox {id} is still there: {error}; `imgtool down {id}` removes it")

@@ -36,6 +36,7 @@ def command(quarantine: bool, store: str | None, root: str | None, as_json: bool
                     "blob": str(finding.digest) if finding.digest else None,
                     "tag": finding.reference,
                     "quarantined": finding.quarantined,
+                    "raw": finding.raw,
                 }
                 for finding in findings
             ]

@@ -5,8 +5,8 @@ One memfd for each open pack, little-endian::
     FrameMapHeader | raw offset of each frame, then the raw size: u64 each | one state byte for each frame
 
 It lasts as long as a process holds its descriptor, so it tells what the page cache has, which may be more than what
-``frames`` of the cache promises after a crash of the machine. There is one writer at a time; readers need no lock, since
-a state is one byte and is set after the data are written.
+``frames`` of the cache promises after a crash of the machine. There is one writer at a time; readers need no lock,
+since a state is one byte and is set after the data are written.
 """
 
 from __future__ import annotations
@@ -100,6 +100,10 @@ class FrameMap:
     @property
     def hex(self) -> str:
         return self.header.pack_sha256.hex()
+
+    def describes(self, raw_offsets: Sequence[int], raw_size: int) -> bool:
+        """Whether it is of frames that begin there."""
+        return self.header.raw_size == raw_size and self._offsets == array("Q", [*raw_offsets, raw_size])
 
     def covering(self, offset: int, length: int) -> range:
         """The frames that hold these raw bytes; what lies behind the end of the pack has none."""

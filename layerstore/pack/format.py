@@ -15,6 +15,8 @@ can be read and verified with one range request.
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -197,8 +199,8 @@ def unpack_chunk_list(data: bytes) -> tuple[memoryview, int]:
     return body, header.chunks
 
 
-def unpack_frame_index(data: bytes, blob_size: int) -> tuple[int, list[FrameRecord]]:
-    """Check a frame index wholly; returns the raw size of the pack and its frames.
+def unpack_frame_index(data: bytes, blob_size: int) -> tuple[int, array[int], array[int]]:
+    """Check a frame index wholly; returns the raw size of the pack, and where frames begin in it and in the blob.
 
     Args:
         data: header and records, without the skippable frame's own head.
@@ -213,16 +215,25 @@ def unpack_frame_index(data: bytes, blob_size: int) -> tuple[int, list[FrameReco
         raise MalformedError(f"pack of {header.raw_size} bytes is not padded to {BLOCK_SIZE}")
     if (header.raw_size == 0) != (header.frames == 0):
         raise MalformedError(f"pack of {header.raw_size} bytes in {header.frames} frames")
-    records = [FrameRecord(*fields) for fields in FrameRecord.STRUCT.iter_unpack(body)]
-    for number, record in enumerate(records):
+    blob_offsets, raw_offsets = _columns(body)
+    if header.frames and (raw_offsets[0] or blob_offsets[0]):
+        raise MalformedError("the first frame does not begin at 0")
+    for number in range(header.frames):
         last = number + 1 == header.frames
-        raw_end = header.raw_size if last else records[number + 1].raw_offset
-        blob_end = blob_size if last else records[number + 1].blob_offset
-        length = raw_end - record.raw_offset
-        if number == 0 and (record.raw_offset or record.blob_offset):
-            raise MalformedError("the first frame does not begin at 0")
+        length = (header.raw_size if last else raw_offsets[number + 1]) - raw_offsets[number]
+        blob_end = blob_size if last else blob_offsets[number + 1]
         if not 0 < length <= MAX_FRAME_SIZE or length % BLOCK_SIZE:
             raise MalformedError(f"frame {number} of a pack has {length} raw bytes")
-        if not record.blob_offset < blob_end <= blob_size:
+        if not blob_offsets[number] < blob_end <= blob_size:
             raise MalformedError(f"frame {number} of a pack lies outside its blob")
-    return header.raw_size, records
+    return header.raw_size, raw_offsets, blob_offsets
+
+
+def _columns(records: memoryview) -> tuple[array[int], array[int]]:
+    """The first two numbers of all FrameRecords: packs have tens of thousands of frames, so they get no objects."""
+    words = array("Q")
+    words.frombytes(records)
+    if sys.byteorder == "big":
+        words.byteswap()
+    stride = FrameRecord.STRUCT.size // words.itemsize
+    return words[0::stride], words[1::stride]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 
@@ -10,7 +11,7 @@ import zstandard
 
 from layerstore.digest import Digest
 from layerstore.errors import CorruptError, MalformedError
-from layerstore.pack.format import unpack_frame_index
+from layerstore.pack.format import FrameIndexHeader, FrameRecord, unpack_frame_index
 from layerstore.pack.stored import Span, StoredPack
 from layerstore.store.protocol import Blob
 
@@ -31,18 +32,29 @@ def read_span(blob: Blob, span: Span, what: str) -> bytes:
 
 
 class FrameIndex:
-    """The frames of one pack: where each lies in the blob and in the raw pack."""
+    """The frames of one pack: where each lies in the blob and in the raw pack. About 64 bytes of memory a frame.
 
-    def __init__(self, pack: StoredPack, data: bytes, data_end: int | None = None) -> None:
-        """``data`` is a whole frame index; ``data_end`` of another blob of the same pack than the manifest's."""
-        self.data_end = pack.data_end if data_end is None else data_end
-        raw_size, self.records = unpack_frame_index(data, self.data_end)
-        if raw_size != pack.raw_size:
-            raise CorruptError(
-                f"frame index of pack {pack.digest}", expected=f"{pack.raw_size} bytes", actual=f"{raw_size}"
-            )
-        self.pack = pack
-        self._raw_offsets = [record.raw_offset for record in self.records]
+    Attributes:
+        digest: of the pack.
+        raw_size: of the pack, bytes.
+        data_end: where the last frame ends in the blob.
+        records: FrameRecords as they are stored.
+        raw_offsets: where each frame begins in the raw pack; not to be changed.
+    """
+
+    def __init__(self, digest: Digest, raw_size: int, data_end: int, data: bytes) -> None:
+        """``data`` is a whole frame index; ``raw_size`` and ``data_end`` are what somebody else says of the pack.
+
+        Raises:
+            MalformedError, UnsupportedError, CorruptError: it isn't one, or of another pack.
+        """
+        actual, self.raw_offsets, self._blob_offsets = unpack_frame_index(data, data_end)
+        if actual != raw_size:
+            raise CorruptError(f"frame index of pack {digest}", expected=f"{raw_size} bytes", actual=f"{actual}")
+        self.digest = digest
+        self.raw_size = raw_size
+        self.data_end = data_end
+        self.records = bytes(memoryview(data)[FrameIndexHeader.STRUCT.size :])
 
     @classmethod
     def read(cls, pack: StoredPack, blob: Blob) -> FrameIndex:
@@ -50,33 +62,43 @@ class FrameIndex:
             raise CorruptError(
                 f"blob {pack.blob} has a wrong size", expected=str(pack.blob_size), actual=str(blob.size)
             )
-        return cls(pack, read_span(blob, pack.frame_index, f"frame index of pack {pack.digest}"))
+        data = read_span(blob, pack.frame_index, f"frame index of pack {pack.digest}")
+        return cls(pack.digest, pack.raw_size, pack.data_end, data)
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.raw_offsets)
 
     def covering(self, offset: int, length: int) -> range:
         """The frames that hold these raw bytes; the caller keeps inside the pack."""
         if length <= 0:
             return range(0)
-        first = bisect_right(self._raw_offsets, offset) - 1
-        return range(first, bisect_right(self._raw_offsets, offset + length - 1))
+        first = bisect_right(self.raw_offsets, offset) - 1
+        return range(first, bisect_right(self.raw_offsets, offset + length - 1))
 
     def raw_range(self, number: int) -> tuple[int, int]:
         """Offset and length of a frame in the raw pack."""
-        start = self._raw_offsets[number]
-        end = self._raw_offsets[number + 1] if number + 1 < len(self.records) else self.pack.raw_size
+        start = self.raw_offsets[number]
+        end = self.raw_offsets[number + 1] if number + 1 < len(self) else self.raw_size
         return start, end - start
 
-    def raw_layout(self) -> list[tuple[int, bytes]]:
+    def sha256(self, number: int) -> bytes:
+        """Of a frame's raw bytes."""
+        end = (number + 1) * FrameRecord.STRUCT.size
+        return self.records[end - 32 : end]
+
+    def is_frame(self, number: int, raw: bytes) -> bool:
+        """Whether these are the raw bytes of a frame."""
+        return hashlib.sha256(raw).digest() == self.sha256(number)
+
+    def raw_layout(self) -> tuple[array[int], bytes]:
         """Raw offset and sha256 of every frame: what has to agree between two blobs of one pack."""
-        return [(record.raw_offset, record.sha256) for record in self.records]
+        return self.raw_offsets, b"".join(map(self.sha256, range(len(self))))
 
     def blob_range(self, numbers: range) -> tuple[int, int]:
         """Offset and length in the blob of neighbouring frames."""
-        start = self.records[numbers[0]].blob_offset
+        start = self._blob_offsets[numbers[0]]
         after = numbers[-1] + 1
-        end = self.records[after].blob_offset if after < len(self.records) else self.data_end
+        end = self._blob_offsets[after] if after < len(self) else self.data_end
         return start, end - start
 
     def decode(self, number: int, compressed: bytes | memoryview) -> bytes:
@@ -85,7 +107,7 @@ class FrameIndex:
         Raises:
             CorruptError: it isn't zstd, has another length, or another digest.
         """
-        what = f"frame {number} of pack {self.pack.digest}"
+        what = f"frame {number} of pack {self.digest}"
         length = self.raw_range(number)[1]
         try:
             # The header's size decides how much the decoder allocates, so it is checked first.
@@ -96,7 +118,7 @@ class FrameIndex:
         except zstandard.ZstdError as error:
             raise CorruptError(f"{what} does not decompress: {error}") from error
         actual = hashlib.sha256(raw).digest()
-        expected = self.records[number].sha256
+        expected = self.sha256(number)
         if actual != expected:
             raise CorruptError(what, expected=str(Digest.from_raw(expected)), actual=str(Digest.from_raw(actual)))
         return raw

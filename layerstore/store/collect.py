@@ -21,11 +21,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from layerstore.digest import Digest
-from layerstore.errors import ConflictError, CorruptError, UsageError
-from layerstore.oci.descriptor import Descriptor
+from layerstore.errors import ConflictError, UsageError
 from layerstore.progress import SILENT, Progress
-from layerstore.store.protocol import BlobInfo, PruneStore, Reference
-from layerstore.store.reach import Documents, present_target, walk
+from layerstore.store.protocol import BlobInfo, PruneStore
+from layerstore.store.reach import Documents, reference_links
 
 GRACE_SECONDS = 3600.0
 """Age under which nothing is deleted. Leases protect publishers; this protects against whoever forgot to take one."""
@@ -106,23 +105,9 @@ def mark(store: PruneStore, documents: Documents) -> Marks:
         references += 1
         if reference.target.digest not in walked:
             walked.add(reference.target.digest)
-            marked |= _reached(store, documents, reference)
+            # What need not be there is marked without a look: it may come at any time.
+            marked |= {link.descriptor.digest for link in reference_links(store, documents, reference)}
     return Marks(frozenset(marked), references)
-
-
-def _reached(store: PruneStore, documents: Documents, reference: Reference) -> set[Digest]:
-    """What a reference reaches; nothing if it has been deleted, and swept, since it was listed."""
-    what = f"reference {reference.name!r} in {store.location}"
-    target: Descriptor | None = reference.target
-    while target is not None:
-        try:
-            return {descriptor.digest for descriptor in walk(documents, target, what)}
-        except CorruptError:
-            current = present_target(store, reference.name)
-            if current is not None and current.digest == target.digest:
-                raise
-            target = current
-    return set()
 
 
 def plan_collection(

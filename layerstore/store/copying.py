@@ -1,7 +1,7 @@
 """Copying what a reference stands for from store to store.
 
 Missing blobs only, each verified on its way, under leases on both sides; the reference last. Every store holds the same
-bytes, so a copy is the same image.
+bytes, so a copy is the same image. Raw forms of packs stay where they are: a store that wants them makes its own.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def copy(
     replace: bool = False,
     jobs: int = 4,
     progress: Progress = SILENT,
+    complete: Callable[[Descriptor, Lease], None] = lambda target, lease: None,
 ) -> Copied:
     """Copy a reference and all that it reaches.
 
@@ -54,6 +55,8 @@ def copy(
         replace: whether a reference to something else may be replaced.
         jobs: blobs at a time.
         progress: told the bytes copied.
+        complete: called with the target when all that it reaches is there and the reference isn't yet; the lease is
+            one on ``destination``.
 
     Raises:
         NotFoundError: no such reference in ``source``.
@@ -85,6 +88,7 @@ def copy(
         # A registry takes a document only after all that it names; the walk yields them in that order.
         _run(one, [each for each in missing if not is_document(each)], jobs)
         _run(one, [each for each in missing if is_document(each)], 1)
+        complete(target, leases.destination)
         destination.set_reference(new_name, target, expected=expected, lease=leases.destination, reaches=digests)
     return Copied(target, len(missing), sum(descriptor.size for descriptor in missing), len(reached) - len(missing))
 

@@ -53,7 +53,9 @@ _FOREIGN_ALLOWED = "lost+found"
 
 
 class DirectoryStore:
-    """A :class:`~layerstore.store.protocol.PruneStore` in a directory that exists; :meth:`create` makes one.
+    """A ``PruneStore`` and ``LocalStore`` of :mod:`layerstore.store.protocol` in a directory that exists.
+
+    :meth:`create` makes one.
 
     Attributes:
         root: absolute path of the store.
@@ -108,9 +110,12 @@ class DirectoryStore:
     def open(self, digest: Digest) -> BlobFile:
         with disk_errors(f"open blob {digest}"):
             try:
-                return BlobFile(self._blob_path(digest), digest)
+                return BlobFile(self.local_path(digest), digest)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise self._missing(f"blob {digest}") from error
+
+    def local_path(self, digest: Digest) -> str:
+        return self._path("blobs", digest.algorithm, digest.hex)
 
     def names(self) -> Iterator[str]:
         with disk_errors("list references"):
@@ -229,7 +234,7 @@ class DirectoryStore:
     def delete(self, digest: Digest, *, older_than: float = 0.0) -> bool:
         if self._collector != threading.get_ident():
             raise RuntimeError("blobs are deleted only inside collecting()")
-        path = self._blob_path(digest)
+        path = self.local_path(digest)
         with disk_errors(f"delete blob {digest}"):
             try:
                 if self._clock() - touched(os.stat(path)) < older_than * NANOSECONDS:
@@ -245,7 +250,7 @@ class DirectoryStore:
             if is_intact(blob, digest):
                 raise ConflictError(f"blob {digest} is intact: verify again")
             target = self._path("quarantine", f"{digest.algorithm}-{digest.hex}-{secrets.token_hex(4)}")
-            path = self._blob_path(digest)
+            path = self.local_path(digest)
             with self._lock.exclusive(), disk_errors(f"move blob {digest}"):
                 try:
                     same = os.path.samestat(os.stat(path), blob.status)
@@ -271,9 +276,6 @@ class DirectoryStore:
     def _path(self, *names: str) -> str:
         return os.path.join(self.root, *names)
 
-    def _blob_path(self, digest: Digest) -> str:
-        return self._path("blobs", digest.algorithm, digest.hex)
-
     def _algorithms(self) -> list[str]:
         try:
             names = sorted(os.listdir(self._path("blobs")))
@@ -288,7 +290,7 @@ class DirectoryStore:
             except ImgtoolError:
                 continue
             try:
-                status = os.stat(self._blob_path(digest))
+                status = os.stat(self.local_path(digest))
             except FileNotFoundError:
                 continue  # deleted meanwhile
             yield BlobInfo(digest, status.st_size, max(0, now - touched(status)) / NANOSECONDS)

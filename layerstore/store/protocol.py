@@ -1,6 +1,7 @@
 """What a store is: three capabilities, each on top of the last. A class that passes the conformance suite is one.
 
-``Store`` reads, ``WriteStore`` publishes, ``PruneStore`` deletes. The rules:
+``Store`` reads, ``WriteStore`` publishes, ``PruneStore`` deletes. ``LocalStore`` is a capability beside them: blobs
+are files. The rules:
 
 * A blob is named by the digest of its bytes and never changes. Names are no proof: whoever reads a whole blob checks
   it (:mod:`layerstore.store.reading`); ranges are checked by the records above (frames). A blob whose size differs
@@ -102,6 +103,15 @@ class Store(Protocol):
 
     def references(self) -> Iterator[Reference]:
         """All of them, by name. Raises rather than skip one that can't be read."""
+        ...
+
+
+@runtime_checkable
+class LocalStore(Store, Protocol):
+    """Its blobs are files of this machine, on whatever file system."""
+
+    def local_path(self, digest: Digest) -> str:
+        """Absolute path of the regular file whose content is the blob, or would be: nobody looks."""
         ...
 
 

@@ -6,7 +6,7 @@ What the bytes of packs and metadata images mean is checked by whoever knows the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from layerstore.errors import ConflictError, CorruptError, ImgtoolError, NotFoun
 from layerstore.oci.descriptor import Descriptor
 from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import PruneStore, Store
-from layerstore.store.reach import Documents, present_target, walk
+from layerstore.store.reach import Documents, Link, present_target, walk_links
 from layerstore.store.reading import is_intact
 
 
@@ -46,6 +46,7 @@ class Finding:
         digest: of the blob, if it is one.
         reference: name, if it was found on the way from one.
         quarantined: where a corrupt blob has been put, if that was asked for and done.
+        raw: it concerns a raw form only, without which the reference is whole.
     """
 
     fault: Fault
@@ -53,6 +54,7 @@ class Finding:
     digest: Digest | None = None
     reference: str | None = None
     quarantined: str | None = None
+    raw: bool = False
 
 
 class Check(Protocol):
@@ -103,7 +105,7 @@ def verify(
         if current is None or current.digest != target.digest:
             continue  # deleted or replaced meanwhile, and what it reached swept
         yield from findings
-        if check is not None and not findings and target.digest not in checked:
+        if check is not None and all(finding.raw for finding in findings) and target.digest not in checked:
             checked.add(target.digest)
             yield from check(store, name, target)
 
@@ -133,21 +135,31 @@ def _verify_reference(
     store: PruneStore, documents: Documents, name: str, target: Descriptor, bad: dict[Digest, Finding]
 ) -> Iterator[Finding]:
     what = f"reference {name!r} in {store.location}"
+    found: set[tuple[Digest, bool]] = set()
     try:
-        for descriptor in walk(documents, target, what):
-            digest = descriptor.digest
-            if digest in bad:
-                yield Finding(bad[digest].fault, f"{what} reaches the bad blob {digest}", digest, name)
-                continue
-            try:
-                size = store.stat(digest)
-            except NotFoundError:
-                yield Finding(Fault.MISSING, f"{what} reaches blob {digest}, which is missing", digest, name)
-                continue
-            if size != descriptor.size:
-                yield Finding(
-                    Fault.SIZE, f"{what} says blob {digest} has {descriptor.size} bytes, it has {size}", digest, name
-                )
+        for link in walk_links(documents, target, what):
+            digest = link.descriptor.digest
+            finding = _check_link(store, link, what, bad.get(digest))
+            if finding is not None and (digest, link.raw) not in found:
+                found.add((digest, link.raw))
+                yield replace(finding, digest=digest, reference=name, raw=link.raw)
     except ImgtoolError as error:
         message = str(error) if what in str(error) else f"{what}: {error}"
         yield Finding(Fault.REFERENCE, message, reference=name)
+
+
+def _check_link(store: PruneStore, link: Link, what: str, bad: Finding | None) -> Finding | None:
+    """What is wrong with a blob that a reference reaches; ``bad`` is what was wrong with its bytes."""
+    digest = link.descriptor.digest
+    if bad is not None:
+        if link.optional and bad.quarantined:
+            return None
+        needed_by = ", as a raw pack: only direct mounts need it" if link.raw else ""
+        return Finding(bad.fault, f"{what} reaches the bad blob {digest}{needed_by}")
+    try:
+        size = store.stat(digest)
+    except NotFoundError:
+        return None if link.optional else Finding(Fault.MISSING, f"{what} reaches blob {digest}, which is missing")
+    if size == link.descriptor.size:
+        return None
+    return Finding(Fault.SIZE, f"{what} says blob {digest} has {link.descriptor.size} bytes, it has {size}")

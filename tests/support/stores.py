@@ -57,6 +57,8 @@ class Bench(Protocol):
         """Date a blob just written by the stepped clock, which a file system doesn't know."""
         ...
 
+    def close(self) -> None: ...
+
 
 class MemoryBench:
     def __init__(self, lock_seconds: float = 60.0) -> None:
@@ -67,6 +69,9 @@ class MemoryBench:
         self.store.content[digest] = (data, self.clock())
 
     def stamp(self, digest: Digest) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -82,6 +87,9 @@ class DirectoryBench:
     def stamp(self, digest: Digest) -> None:
         now = self.clock()
         os.utime(self.path("blobs", digest.algorithm, digest.hex), ns=(now, now))
+
+    def close(self) -> None:
+        pass
 
     def path(self, *names: str) -> str:
         return os.path.join(self.store.root, *names)

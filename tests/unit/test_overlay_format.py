@@ -36,7 +36,12 @@ def document(**changes: object) -> bytes:
 
 @pytest.mark.parametrize(
     "state",
-    [STATE, replace(STATE, read_only=True), replace(STATE, scratch=1 << 30, image={}, receipt={"é\udcff": [1]})],
+    [
+        STATE,
+        replace(STATE, read_only=True),
+        replace(STATE, scratch=1 << 30, image={}, receipt={"é\udcff": [1]}),
+        replace(STATE, mounts=("ab" * 32 + ".direct", "cd" * 32)),
+    ],
 )
 def test_what_is_written_reads_back(state: SandboxState) -> None:
     assert SandboxState.from_bytes(state.to_bytes()) == state
@@ -54,6 +59,7 @@ def test_fields_on_disk() -> None:
         "read_only",
         "scratch",
         "layers",
+        "mounts",
         "chain",
         "image",
         "receipt",
@@ -62,6 +68,31 @@ def test_fields_on_disk() -> None:
 
 def test_unknown_fields_are_passed_over() -> None:
     assert SandboxState.from_bytes(document(later="thing")) == STATE
+
+
+def test_a_state_without_mounts_is_of_layers_mounted_from_local_files() -> None:
+    fields = json.loads(STATE.to_bytes())
+    del fields["mounts"]
+    assert SandboxState.from_bytes(json.dumps(fields).encode()) == STATE
+    assert STATE.mounts == STATE.layers
+
+
+@pytest.mark.parametrize(
+    "mounts",
+    [
+        ["ab" * 32],
+        ["cd" * 32, "ab" * 32],
+        ["ab" * 32, "cd" * 32, "cd" * 32],
+        ["ab" * 32 + ".", "cd" * 32],
+        ["ab" * 32 + "./x", "cd" * 32],
+        ["ab" * 32 + "direct", "cd" * 32],
+        ["ab" * 32, 1],
+        "direct",
+    ],
+)
+def test_mounts_of_other_layers_are_refused(mounts: object) -> None:
+    with pytest.raises(MalformedError, match=r"state of a sandbox: .*mounts"):
+        SandboxState.from_bytes(document(mounts=mounts))
 
 
 @pytest.mark.parametrize(

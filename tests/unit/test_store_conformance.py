@@ -8,10 +8,12 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from support.faults import fsync_for_free
+from support.httpstore import HttpBench
 from support.stores import (
     DAY,
     Bench,
@@ -38,6 +40,7 @@ MakeBench = Callable[[float], Bench]
 BENCHES: dict[str, Callable[[Path, float], Bench]] = {
     "memory": lambda _, seconds: MemoryBench(seconds),
     "directory": lambda path, seconds: DirectoryBench(str(path / "store"), seconds),
+    "http": lambda path, seconds: HttpBench(str(path / "store"), seconds),
 }
 
 
@@ -48,8 +51,9 @@ def impatience() -> Iterator[None]:
 
 
 @pytest.fixture(params=sorted(BENCHES))
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> MakeBench:
-    return lambda seconds: BENCHES[request.param](tmp_path, seconds)
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeBench]:
+    with ExitStack() as stack:
+        yield lambda seconds: stack.enter_context(closing(BENCHES[request.param](tmp_path, seconds)))
 
 
 @pytest.fixture

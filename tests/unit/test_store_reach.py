@@ -22,7 +22,7 @@ from layerstore.digest import Digest
 from layerstore.errors import CorruptError, LimitError, MalformedError, UnsupportedError
 from layerstore.oci.descriptor import Descriptor
 from layerstore.store.memory import MemoryStore
-from layerstore.store.reach import DOCUMENT_BYTES, OCI_ARTIFACT, Documents, links, walk
+from layerstore.store.reach import DOCUMENT_BYTES, OCI_ARTIFACT, Documents, Link, links, walk, walk_links
 
 
 def reached(store: MemoryStore, sample: Sample) -> list[Digest]:
@@ -120,6 +120,73 @@ def test_a_subject_may_be_missing_and_is_followed_if_not() -> None:
 def test_a_missing_subject_that_is_content_is_left_out() -> None:
     sample = document({"config": descriptor(b"{}").to_json(), "subject": descriptor(b"gone").to_json()}, [b"{}"])
     assert reached(filled(sample), sample) == [Digest.of(b"{}"), sample.target.digest]
+
+
+PACK = {
+    "org.erofs.role": "device",
+    "org.erofs.uncompressed-digest": str(Digest.of(b"raw bytes")),
+    "org.imgtool.uncompressed-size": "9",
+}
+RAW = Descriptor("application/octet-stream", Digest.of(b"raw bytes"), 9)
+
+
+def packed(**notes: str) -> dict[str, object]:
+    """The descriptor of a pack."""
+    return {**descriptor(b"packed").to_json(), "annotations": {**PACK, **notes}}
+
+
+def test_a_pack_names_its_raw_form_which_need_not_be_there() -> None:
+    sample = document({"layers": [packed(), descriptor(b"other").to_json()]}, [b"packed", b"other"])
+    store = filled(sample)
+    found = list(walk_links(Documents(store), sample.target, "root"))
+    assert [(link.descriptor.digest, link.optional, link.raw) for link in found] == [
+        (Digest.of(b"packed"), False, False),
+        (RAW.digest, True, True),
+        (Digest.of(b"other"), False, False),
+        (sample.target.digest, False, False),
+    ]
+    assert found[1] == Link(RAW, optional=True, raw=True)
+    expected = [Digest.of(b"packed"), Digest.of(b"other"), sample.target.digest]
+    assert reached(store, sample) == expected
+    put_missing(store, Sample(sample.target, {RAW.digest: b"raw bytes"}))
+    assert reached(store, sample) == expected, "raw forms are not copied"
+
+
+def test_a_raw_form_that_is_required_elsewhere_comes_again_as_that() -> None:
+    for order in ([packed(), RAW.to_json()], [RAW.to_json(), packed()]):
+        sample = document({"layers": order}, [b"packed", b"raw bytes"])
+        store = filled(sample)
+        optional = [
+            link.optional
+            for link in walk_links(Documents(store), sample.target, "root")
+            if link.descriptor.digest == RAW.digest
+        ]
+        assert optional == ([True, False] if "annotations" in order[0] else [False])
+        assert set(reached(store, sample)) == sample.blobs.keys()
+
+
+def test_packs_at_any_depth_name_their_raw_forms() -> None:
+    sample = document({"subject": {"deep": [[packed()]]}}, [b"packed"])
+    assert [link.raw for link in links(sample.blobs[sample.target.digest], "it")] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"org.erofs.role": "overlay-lower"},
+        {"org.erofs.role": ""},
+        {"org.imgtool.uncompressed-size": ""},
+        {"org.imgtool.uncompressed-size": "-1"},
+        {"org.imgtool.uncompressed-size": "1e3"},
+        {"org.imgtool.uncompressed-size": "٣"},
+        {"org.imgtool.uncompressed-size": "9" * 20},
+        {"org.erofs.uncompressed-digest": ""},
+        {"org.erofs.uncompressed-digest": "blake3:00"},
+        {"org.erofs.uncompressed-digest": "sha256:../../../refs/x"},
+    ],
+)
+def test_what_names_no_raw_form_as_we_do_names_none(notes: dict[str, str]) -> None:
+    assert [link.raw for link in links(json.dumps({"layers": [packed(**notes)]}).encode(), "it")] == [False]
 
 
 def test_what_is_required_elsewhere_is_no_longer_optional() -> None:

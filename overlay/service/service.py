@@ -1,0 +1,497 @@
+"""What the API offers: sandboxes of a node, their receipts, and the state of its cache."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from layerstore.cache.cache import HELD
+from layerstore.errors import (
+    ConflictError,
+    ImgtoolError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+)
+from layerstore.image import load_image
+from layerstore.progress import SILENT, Progress
+from layerstore.version import FORMAT_VERSION, VERSION
+from overlay.lazy.guards import Guards
+from overlay.node import Node, NodeImage
+from overlay.process import run_document
+from overlay.ready import DIRECT, Way
+from overlay.sandbox import Sandbox
+from overlay.service.metrics import Metrics
+from overlay.service.options import NodeOptions
+from overlay.service.receipt import Host, LayerRecord, Named, Read, Reason, Receipt, Verification, rfc3339
+from overlay.service.receipts import Receipts
+from overlay.service.request import SandboxRequest
+from overlay.service.written import written
+from prefetch.fetcher import Fetched
+
+_HOUSEKEEPING = 1.0
+"""Seconds between two looks at what can be let go, has lived long enough, or is too much."""
+_ENDING = 5.0
+"""Seconds that processes which were killed get to end."""
+
+Log = Callable[..., None]
+
+
+class Service:
+    """One node's service. Any thread may call; ``close`` is for the one that made it."""
+
+    def __init__(
+        self,
+        node: Node,
+        options: NodeOptions,
+        guards: Mapping[str, Guards],
+        *,
+        preferred: tuple[str, str],
+        processes: Callable[[], Mapping[str, Any]],
+        events: Callable[[], Mapping[str, Any]],
+        metrics: Metrics,
+        log: Log,
+    ) -> None:
+        """``preferred`` is what auto chooses, and why: fanotify, fuse or eager. ``guards`` are by backend."""
+        self._node = node
+        self._options = options
+        self._guards = guards
+        self._preferred = preferred
+        self._processes = processes
+        self._events = events
+        self._metrics = metrics
+        self._log = log
+        self._receipts = Receipts(node.root)
+        self._lock = threading.Lock()
+        self._expiry: dict[str, float] = {}
+        self._troubles: dict[str, str] = {}
+        self._started = time.time()
+        self._last_request = time.monotonic()
+        self._under_way = 0
+        self._stopping = False
+        self.on_stopped: Callable[[], None] = lambda: None
+        self._ended = threading.Event()
+        metrics.set_source(self._gauges)
+
+    # --- a life
+
+    def restore(self, held: Sequence[str]) -> None:
+        """Find sandboxes again, and take up their times to live."""
+        by_variant = {guards.backend.variant: guards for guards in self._guards.values()}
+        self._troubles, suspect = self._node.restore(by_variant, frozenset(held))
+        self._node.cache.release(HELD)
+        for id, trouble in self._troubles.items():
+            self._log("sandbox not restored", level="warning", sandbox=id, why=trouble)
+        for id, doubt in suspect.items():
+            self._log("sandbox is suspect", level="error", sandbox=id, why=doubt)
+            receipt = _receipt_of(self._node.sandboxes.get(id))
+            if receipt is not None:
+                self._node.sandboxes.update_receipt(id, receipt.doubted(doubt).to_json())
+        for sandbox in self._node.sandboxes.list():
+            receipt = _receipt_of(sandbox)
+            if receipt is not None and receipt.ttl is not None:
+                self._expiry[sandbox.id] = sandbox.state.created + receipt.ttl
+        threading.Thread(target=self._keep_house, name="housekeeping", daemon=True).start()
+
+    def lost(self, front: str) -> None:
+        """A front end ended whose mounts can't be served any more."""
+        guards = self._guards.get(front)
+        if guards is None:
+            return
+        dead = guards.backend.variant
+        guards.lost()
+        for sandbox in self._node.sandboxes.list():
+            if any(key.endswith(f".{dead}") for key in sandbox.state.mounts):
+                self._troubles[sandbox.id] = "its FUSE server ended: data that weren't there by then can't be read"
+
+    def close(self) -> None:
+        self._ended.set()
+
+    # --- sandboxes
+
+    def create(self, request: SandboxRequest, progress: Progress = SILENT) -> list[dict[str, Any]]:
+        """Make ``request.count`` sandboxes; all of them or none."""
+        with self._working():
+            started = time.monotonic()
+            way = self._way(request)
+            image = self._node.find(
+                request.store,
+                request.base,
+                workspace=request.workspace,
+                toolkits=request.toolkits,
+                force=request.force,
+            )
+            found: list[dict[str, Any]] = []
+            try:
+                for id in request.ids():
+                    found.append(self._create(request, image, way, id, progress))
+            except BaseException:
+                for made in found:
+                    self._end(made["id"], Reason.FAILED)
+                raise
+            self._metrics.observe_up(way.mode, time.monotonic() - started, len(found))
+            return found
+
+    def _create(
+        self, request: SandboxRequest, image: NodeImage, way: Way, id: str | None, progress: Progress
+    ) -> dict[str, Any]:
+        began = time.monotonic()
+
+        def describe(name: str, way: Way, fetched: Fetched) -> Mapping[str, object]:
+            return self._describe(request, image, name, way, fetched).to_json()
+
+        sandbox = self._node.up(
+            image,
+            way,
+            id=id,
+            read_only=request.read_only,
+            scratch=request.scratch,
+            describe=describe,
+            progress=progress,
+        )
+        try:
+            if request.receipts is not None:
+                _required(_receipt_of(sandbox)).write(request.receipts)
+        except ImgtoolError:
+            self._end(sandbox.id, Reason.FAILED)
+            raise
+        if request.ttl is not None:
+            self._expiry[sandbox.id] = time.time() + request.ttl
+        self._log(
+            "up",
+            level="debug" if request.count > 1 else "info",
+            sandbox=sandbox.id,
+            image=image.identity["name"],
+            mode=way.mode,
+            backend=way.backend,
+            seconds=round(time.monotonic() - began, 6),
+        )
+        return {**self._document(sandbox, stands=True), "run": run_document(image.config.run)}
+
+    def _describe(self, request: SandboxRequest, image: NodeImage, name: str, way: Way, fetched: Fetched) -> Receipt:
+        if way.mode == DIRECT:
+            verification = Verification.IN_PLACE
+        else:
+            verification = Verification.AGAIN if self._node.cache.unclean else Verification.VERIFIED
+        return Receipt(
+            id=name,
+            started=rfc3339(time.time()),
+            images=tuple(Named(role, asked, str(manifest)) for role, asked, manifest in image.names),
+            layers=tuple(LayerRecord.of(layer) for layer in image.layers),
+            chain=image.chain,
+            store=request.store,
+            mode=way.mode,
+            backend=way.backend,
+            why=way.why,
+            verification=verification,
+            host=Host.here(),
+            isolation=request.isolation,
+            read_only=request.read_only,
+            scratch=request.scratch,
+            ttl=request.ttl,
+            receipts=request.receipts,
+            fetched_bytes=fetched.compressed,
+            fetched_requests=fetched.requests,
+            carried=request.carried,
+        )
+
+    def _way(self, request: SandboxRequest) -> Way:
+        preferred, why = self._preferred
+        if request.mode == "direct":
+            return Way(DIRECT, "raw packs", "asked for: raw packs of the store are read in place")
+        if request.mode == "eager":
+            return Way("eager", "files", "asked for: everything is fetched before the mount")
+        name = request.backend or preferred
+        if name == "eager":
+            if request.mode == "lazy":
+                raise UnsupportedError(f"this machine can't load lazily: {why}; see `imgtool doctor`")
+            return Way("eager", "files", why)
+        guards = self._guards.get(name)
+        if guards is None:
+            raise UnsupportedError(f"backend {name} does not work here; see `imgtool doctor`")
+        return Way("lazy", name, why if request.backend is None else "asked for", guards)
+
+    def sandboxes(self) -> list[dict[str, Any]]:
+        return [self._document(sandbox) for sandbox in self._node.sandboxes.list()]
+
+    def sandbox(self, id: str) -> dict[str, Any]:
+        return self._document(self._node.sandboxes.get(id))
+
+    def _document(self, sandbox: Sandbox, *, stands: bool | None = None) -> dict[str, Any]:
+        stands = sandbox.stands if stands is None else stands
+        receipt = sandbox.state.receipt
+        verification = receipt.get("verification", {})
+        trouble = self._troubles.get(sandbox.id)
+        if isinstance(verification, dict) and verification.get("state") == Verification.SUSPECT:
+            condition = f"suspect: {verification.get('detail')}"
+        elif not stands:
+            condition = "not mounted" if trouble is None else f"not mounted: {trouble}"
+        else:
+            condition = "ok" if trouble is None else f"impaired: {trouble}"
+        return {
+            **sandbox.to_json(),
+            "mounted": stands,
+            "backend": receipt.get("backend", "files"),
+            "why": receipt.get("why", ""),
+            "condition": condition,
+            "demand": asdict(self._node.demanded(sandbox.id)),
+        }
+
+    def remove(self, ids: Sequence[str] | None) -> list[dict[str, Any]]:
+        """Remove sandboxes, None: all of them."""
+        with self._working():
+            names = [sandbox.id for sandbox in self._node.sandboxes.list()] if ids is None else list(ids)
+            return [self._end(name, Reason.DOWN) for name in names]
+
+    def _end(self, id: str, reason: Reason) -> dict[str, Any]:
+        receipt = self._final(id, reason)
+        removal = self._node.down(id)
+        self._expiry.pop(id, None)
+        self._troubles.pop(id, None)
+        if receipt is not None and removal.existed:
+            try:
+                self._receipts.keep(receipt)
+                if receipt.receipts is not None:
+                    receipt.write(receipt.receipts)
+            except ImgtoolError as error:
+                self._log("receipt not kept", level="error", sandbox=id, error=str(error))
+        self._log("down", level="debug", sandbox=id, reason=str(reason), existed=removal.existed)
+        return {
+            "id": id,
+            "existed": removal.existed,
+            "stopped": list(removal.stopped),
+            "holders": [str(holder) for holder in removal.holders],
+            "receipt": None if receipt is None else receipt.to_json(),
+        }
+
+    def _final(self, id: str, reason: Reason) -> Receipt | None:
+        """The receipt of a sandbox about to be removed; None where there is none that can be read."""
+        try:
+            sandbox = self._node.sandboxes.get(id)
+            receipt = _receipt_of(sandbox)
+        except NotFoundError:
+            return None
+        except ImgtoolError as error:
+            self._log("no receipt", level="warning", sandbox=id, error=str(error))
+            return None
+        if receipt is None:
+            return None
+        demanded = self._node.demanded(id)
+        wrote = None if sandbox.upper is None else written(sandbox.upper)
+        return receipt.ending(
+            reason,
+            read=Read(demanded.frames, demanded.bytes, demanded.waited, demanded.events),
+            wrote=wrote,
+        )
+
+    def receipt(self, id: str) -> dict[str, Any]:
+        """That of a sandbox that stands, or of one that has ended."""
+        try:
+            receipt = _receipt_of(self._node.sandboxes.get(id))
+        except NotFoundError:
+            return self._receipts.get(id).to_json()
+        if receipt is None:
+            raise NotFoundError(f"sandbox {id} was made without a receipt")
+        return receipt.to_json()
+
+    def recover(self) -> list[dict[str, Any]]:
+        with self._working():
+            return [{"kind": item.kind, "path": item.path, "action": item.action} for item in self._node.recover()]
+
+    # --- cache
+
+    def pin(self, name: str, store: str) -> dict[str, Any]:
+        """Keep what the node has and will have of image ``name``."""
+        image = load_image(self._node.stores.open(store), name)
+        content = {pack.digest.hex for layer in image.layers for pack in layer.packs}
+        content |= {layer.metadata.hex for layer in image.layers}
+        self._node.cache.pin(name, sorted(content))
+        return {"name": name, "content": sorted(content)}
+
+    def unpin(self, name: str) -> None:
+        if not self._node.cache.unpin(name):
+            raise NotFoundError(f"nothing is pinned as {name!r}; `imgtool node pins` lists what is")
+
+    def pins(self) -> list[dict[str, Any]]:
+        return [{"name": name, "content": content} for name, content in self._node.cache.pins().items()]
+
+    def evict(self, wanted: int) -> dict[str, Any]:
+        """Free ``wanted`` bytes of the cache, of what nobody uses."""
+        freed = self._node.cache.make_room(wanted)
+        self._log("evicted", asked=wanted, freed=freed)
+        return {"freed": freed, **self.cache()}
+
+    def cache(self) -> dict[str, Any]:
+        return asdict(self._node.cache.status())
+
+    # --- state
+
+    def status(self) -> dict[str, Any]:
+        listed = self.sandboxes()
+        return {
+            "version": VERSION,
+            "format_version": FORMAT_VERSION,
+            "root": self._node.root,
+            "started": rfc3339(self._started),
+            "uptime": round(time.time() - self._started, 3),
+            **self._processes(),
+            "preferred": {"backend": self._preferred[0], "why": self._preferred[1]},
+            "backends": {
+                name: {"guarded_packs": guards.count(), "variant": guards.backend.variant}
+                for name, guards in self._guards.items()
+            },
+            "read_deadline": self._options.read_deadline,
+            "sandboxes": _counts(listed),
+            "layers": self._node.layers.users(),
+            "cache": self.cache(),
+            "fetch": asdict(self._node.fetcher.stats()),
+            "events": dict(self._events()),
+            "stopping": self._stopping,
+        }
+
+    def metrics(self) -> bytes:
+        return self._metrics.text()
+
+    def _gauges(self) -> dict[str, Any]:
+        return self.status()
+
+    # --- the end
+
+    def stop(self, force: bool) -> dict[str, Any]:
+        """Unmount what needs answers, then end. What is whole stays mounted.
+
+        Raises:
+            ConflictError: processes use a sandbox that isn't whole, unless ``force``, which kills them.
+        """
+        with self._lock:
+            if self._stopping:
+                raise ConflictError("the node service is stopping already")
+            self._stopping = True
+        try:
+            killed = self._unmount(force)
+            self._wait_for_mounts(force)
+        except BaseException:
+            self._stopping = False
+            by_variant = {guards.backend.variant: guards for guards in self._guards.values()}
+            self._troubles.update(self._node.resume(by_variant))
+            raise
+        self._log("unmounted", killed=killed)
+        threading.Thread(target=self.on_stopped, name="stop").start()
+        return {"stopped": True, "killed": killed}
+
+    def _unmount(self, force: bool) -> list[int]:
+        """Unmount what needs answers; the processes that had to be killed for that."""
+        killed: list[int] = []
+        until = time.monotonic() + _ENDING
+        while True:
+            busy = self._node.suspend()
+            if not busy:
+                return killed
+            id, holders = next(iter(busy.items()))
+            if not force:
+                more = f", and {len(busy) - 1} more are" if len(busy) > 1 else ""
+                raise ConflictError(
+                    f"sandbox {id} is in use by {', '.join(map(str, holders[:5])) or 'a mount'}{more}; "
+                    "`imgtool node stop --force` ends what uses it"
+                )
+            if time.monotonic() > until:
+                raise UnavailableError(f"sandbox {id} stays in use by {', '.join(map(str, holders[:5]))}")
+            for pid in {holder.pid for holders in busy.values() for holder in holders}:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.05)
+
+    def _wait_for_mounts(self, force: bool) -> None:
+        """Until nothing that needs answers is mounted any more: a detached mount lives as long as somebody is in it."""
+        until = time.monotonic() + _ENDING
+        while True:
+            left = sum(guards.incomplete() for guards in self._guards.values())
+            if not left:
+                return
+            if time.monotonic() > until:
+                message = f"a process uses a removed sandbox, and {left} of its packs aren't complete"
+                if force:
+                    self._log("ending all the same", level="error", why=message)
+                    return
+                raise ConflictError(f"{message}; end it, or `imgtool node stop --force`")
+            for guards in self._guards.values():
+                guards.sweep()
+            time.sleep(0.05)
+
+    def _keep_house(self) -> None:
+        while not self._ended.wait(_HOUSEKEEPING):
+            try:
+                self._tidy()
+            except ImgtoolError as error:
+                self._log("housekeeping", level="error", error=str(error))
+
+    def _tidy(self) -> None:
+        for name, guards in self._guards.items():
+            for hex in guards.sweep():
+                self._log("pack needs no guard any more", level="debug", pack=hex, backend=name)
+        now = time.time()
+        for id in [id for id, at in list(self._expiry.items()) if at <= now]:
+            self._log("time to live is over", sandbox=id)
+            with self._working():
+                self._end(id, Reason.TTL)
+        freed = self._node.cache.trim()
+        if freed:
+            self._log("evicted", freed=freed, why="over the limit")
+        idle = self._options.idle_exit
+        if idle is not None and not self._under_way and time.monotonic() - self._last_request > idle:
+            if not self._node.sandboxes.list():
+                self._log("idle", seconds=idle)
+                self.stop(force=False)
+
+    def _working(self) -> _Working:
+        return _Working(self)
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._stopping:
+                raise UnavailableError("the node service is stopping; try again when it has")
+            self._under_way += 1
+
+    def finish(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            self._last_request = time.monotonic()
+
+
+class _Working:
+    """A request under way: the service neither stops nor counts as idle meanwhile."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def __enter__(self) -> None:
+        self._service.begin()
+
+    def __exit__(self, *exc: object) -> None:
+        self._service.finish()
+
+
+def _receipt_of(sandbox: Sandbox) -> Receipt | None:
+    document = sandbox.state.receipt
+    return Receipt.from_json(document) if document.get("magic") else None
+
+
+def _required(receipt: Receipt | None) -> Receipt:
+    assert receipt is not None
+    return receipt
+
+
+def _counts(listed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    counts: dict[str, dict[str, int]] = {"mode": {}, "condition": {}}
+    for sandbox in listed:
+        for key, value in (("mode", sandbox["mode"]), ("condition", sandbox["condition"].partition(":")[0])):
+            counts[key][value] = counts[key].get(value, 0) + 1
+    return {"total": len(listed), **counts}

@@ -1,0 +1,465 @@
+"""A web server for stores that misbehaves when told: every fault that a link, a proxy or a server may have.
+
+::
+
+    with StoreServer(store.root) as server:
+        server.misbehave(cut_short(100), "blobs/", times=1)
+        HttpStore(server.url)...
+        assert server.requests("blobs/") == 1
+
+A fault is a function of an :class:`Exchange`, which has the answer that would have been right.
+"""
+
+from __future__ import annotations
+
+import gzip
+import http
+import json
+import os
+import socket
+import socketserver
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import unquote
+
+from layerstore.store.directory import DirectoryStore
+from layerstore.store.http import HttpStore
+from layerstore.store.protocol import PruneStore
+from support.stores import DirectoryBench
+
+PAGE = b"<!DOCTYPE html><html><body><h1>Please log in</h1></body></html>"
+
+
+@dataclass
+class Exchange:
+    """One request, and the answer that is right.
+
+    Attributes:
+        path: as in the URL, decoded, without its first slash.
+        headers: of the request, names in lower case.
+        whole: all bytes of the file; empty where there is none.
+        status: of the right answer.
+        answer_headers: of the right answer.
+        body: of the right answer.
+        keep: whether the connection stays open afterwards.
+    """
+
+    server: StoreServer
+    connection: socket.socket
+    path: str
+    headers: Mapping[str, str]
+    whole: bytes
+    status: int
+    answer_headers: dict[str, str]
+    body: bytes
+    keep: bool = True
+
+    def answer(self) -> None:
+        """Send it, as it stands now."""
+        self.send(self.head() + self.body)
+
+    def head(self) -> bytes:
+        phrase = http.HTTPStatus(self.status).phrase
+        lines = [f"HTTP/1.1 {self.status} {phrase}", *(f"{name}: {each}" for name, each in self.answer_headers.items())]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+    def send(self, data: bytes) -> None:
+        self.connection.sendall(data)
+        self.server.count(self.path, len(data))
+
+    def set_body(self, body: bytes, *, status: int = 200, **headers: str) -> None:
+        """Another answer; names of headers with ``_`` for ``-``."""
+        self.status = status
+        self.body = body
+        self.answer_headers = {"Content-Length": str(len(body))}
+        self.answer_headers.update({name.replace("_", "-"): value for name, value in headers.items()})
+
+
+Fault = Callable[[Exchange], None]
+
+
+def stall(until: threading.Event) -> Fault:
+    """Nothing comes until the event is set, or the server closed; then the right answer."""
+
+    def fault(exchange: Exchange) -> None:
+        exchange.server.stalled.release()
+        while not until.wait(0.01):
+            if exchange.server.closing.is_set():
+                raise ConnectionAbortedError
+        exchange.answer()
+
+    return fault
+
+
+def cut_short(length: int) -> Fault:
+    """The connection ends after so many bytes of the body."""
+
+    def fault(exchange: Exchange) -> None:
+        exchange.send(exchange.head() + exchange.body[:length])
+        exchange.keep = False
+
+    return fault
+
+
+def reset(after: int | None = None) -> Fault:
+    """The connection is reset: before any answer, or after so many bytes of the body."""
+
+    def fault(exchange: Exchange) -> None:
+        if after is not None:
+            exchange.send(exchange.head() + exchange.body[:after])
+        exchange.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        exchange.keep = False
+
+    return fault
+
+
+def ignore_ranges(exchange: Exchange) -> None:
+    exchange.set_body(exchange.whole)
+    exchange.answer()
+
+
+def wrong_bytes(exchange: Exchange) -> None:
+    """All of the answer is as it has to be, but for what it brings."""
+    exchange.body = bytes(byte ^ 0x55 for byte in exchange.body)
+    exchange.answer()
+
+
+def another_range(shift: int = 1) -> Fault:
+    """A range of the same length further on, and said so."""
+
+    def fault(exchange: Exchange) -> None:
+        first, last = requested_range(exchange.headers, len(exchange.whole))
+        first, last = first + shift, last + shift
+        exchange.set_body(
+            exchange.whole[first : last + 1],
+            status=206,
+            Content_Range=f"bytes {first}-{last}/{len(exchange.whole)}",
+        )
+        exchange.answer()
+
+    return fault
+
+
+def page(*, like: bool = False, typed: bool = True) -> Fault:
+    """A web page with status 200; ``like``: as long as the file, else its own length; ``typed``: says what it is."""
+
+    def fault(exchange: Exchange) -> None:
+        body = PAGE.ljust(len(exchange.whole))[: len(exchange.whole)] if like else PAGE
+        exchange.set_body(body, Content_Type="text/html; charset=utf-8" if typed else "application/octet-stream")
+        exchange.answer()
+
+    return fault
+
+
+def gzipped(exchange: Exchange) -> None:
+    """A proxy compresses the answer."""
+    body = gzip.compress(exchange.body, mtime=0)
+    exchange.answer_headers |= {"Content-Encoding": "gzip", "Content-Length": str(len(body))}
+    exchange.body = body
+    exchange.answer()
+
+
+def status(code: int, **headers: str) -> Fault:
+    """That status, with a page as servers send."""
+
+    def fault(exchange: Exchange) -> None:
+        exchange.set_body(PAGE, status=code, Content_Type="text/html", **headers)
+        exchange.answer()
+
+    return fault
+
+
+def redirect(location: str | Callable[[str], str], code: int = 302) -> Fault:
+    """To a URL, or to what a function makes of the path."""
+
+    def fault(exchange: Exchange) -> None:
+        to = location if isinstance(location, str) else location(exchange.path)
+        status(code, Location=to)(exchange)
+
+    return fault
+
+
+def drip(exchange: Exchange, *, headers: bool = False) -> None:
+    """A byte at a time, ten times a second, until the client gives up; ``headers``: none but the first is whole."""
+    data = b"HTTP/1.1 200 OK\r\nX-Slow: " + b"x" * 10_000 if headers else exchange.head()
+    split = 20 if headers else len(data)
+    exchange.send(data[:split])
+    for byte in data[split:] + exchange.body:
+        if exchange.server.closing.wait(0.1):
+            raise ConnectionAbortedError
+        exchange.send(bytes([byte]))
+
+
+def drip_headers(exchange: Exchange) -> None:
+    drip(exchange, headers=True)
+
+
+def chunked(exchange: Exchange) -> None:
+    """The right answer without a length."""
+    del exchange.answer_headers["Content-Length"]
+    exchange.answer_headers["Transfer-Encoding"] = "chunked"
+    pieces = [exchange.body[start : start + 1000] for start in range(0, len(exchange.body), 1000)]
+    exchange.body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in [*pieces, b""])
+    exchange.answer()
+
+
+def raw(data: bytes, *, keep: bool = False) -> Fault:
+    """These bytes, whatever they are."""
+
+    def fault(exchange: Exchange) -> None:
+        exchange.send(data)
+        exchange.keep = keep
+
+    return fault
+
+
+@dataclass
+class _Order:
+    fault: Fault
+    path: str
+    left: int | None
+
+
+@dataclass
+class StoreServer:
+    """Serves a directory on the loopback interface, from a thread for each connection; a context manager.
+
+    Attributes:
+        root: what is served.
+        listing: whether directories are listed, as nginx does in JSON.
+        connections: how many were made.
+        stalled: released once by each request that ``stall`` holds.
+        closing: set when the server is about to close.
+    """
+
+    root: str
+    listing: bool = False
+    connections: int = 0
+    stalled: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._orders: list[_Order] = []
+        self._requests: list[str] = []
+        self._sent: list[tuple[str, int]] = []
+        self._open: set[socket.socket] = set()
+        self._server = _Server(self)
+        self._thread = threading.Thread(target=lambda: self._server.serve_forever(0.01), name="store server")
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def misbehave(self, fault: Fault, path: str = "", *, times: int | None = None) -> None:
+        """Answer requests for paths that contain ``path`` by ``fault``: so many of them, or all."""
+        with self._lock:
+            self._orders.append(_Order(fault, path, times))
+
+    def behave(self) -> None:
+        """Forget all faults."""
+        with self._lock:
+            self._orders.clear()
+
+    def requests(self, path: str = "") -> int:
+        """How many there were for paths that contain ``path``."""
+        with self._lock:
+            return sum(path in each for each in self._requests)
+
+    def sent(self, path: str = "") -> int:
+        """Bytes of answers, headers included."""
+        with self._lock:
+            return sum(count for each, count in self._sent if path in each)
+
+    def forget(self) -> None:
+        """Start counting anew."""
+        with self._lock:
+            self._requests.clear()
+            self._sent.clear()
+            self.connections = 0
+
+    def drop_connections(self) -> None:
+        """End all idle connections, as servers do after a while."""
+        with self._lock:
+            for connection in self._open:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.closing.set()
+        self._server.shutdown()
+        self._thread.join()
+        with self._lock:
+            for connection in self._open:
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # the client was faster
+        self._server.server_close()
+
+    def __enter__(self) -> StoreServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # For the connections' threads
+
+    def count(self, path: str, sent: int) -> None:
+        with self._lock:
+            self._sent.append((path, sent))
+
+    def opened(self, connection: socket.socket) -> None:
+        with self._lock:
+            self.connections += 1
+            self._open.add(connection)
+
+    def closed(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(connection)
+
+    def fault_for(self, path: str) -> Fault | None:
+        """Counts the request, too."""
+        with self._lock:
+            self._requests.append(path)
+            for order in self._orders:
+                if order.path in path and order.left != 0:
+                    if order.left is not None:
+                        order.left -= 1
+                    return order.fault
+        return None
+
+    def right_answer(self, connection: socket.socket, target: str, headers: Mapping[str, str]) -> Exchange:
+        path = unquote(target.partition("?")[0]).lstrip("/")
+        exchange = Exchange(self, connection, path, headers, b"", 404, {}, b"")
+        full = os.path.join(self.root, path)
+        if ".." in path.split("/"):
+            exchange.set_body(PAGE, status=400)
+        elif os.path.isdir(full):
+            if self.listing:
+                names = [{"name": name, "type": "file"} for name in sorted(os.listdir(full))]
+                exchange.set_body(json.dumps(names).encode(), Content_Type="application/json")
+            else:
+                exchange.set_body(PAGE, status=403, Content_Type="text/html")
+        elif os.path.exists(full):
+            with open(full, "rb") as file:
+                exchange.whole = file.read()
+            _serve(exchange)
+        else:
+            exchange.set_body(PAGE, status=404, Content_Type="text/html")
+        return exchange
+
+
+def requested_range(headers: Mapping[str, str], size: int) -> tuple[int, int]:
+    """First and last byte that a request asks for, within the file."""
+    first, _, last = headers["range"].removeprefix("bytes=").partition("-")
+    return int(first), min(int(last), size - 1)
+
+
+def _serve(exchange: Exchange) -> None:
+    size = len(exchange.whole)
+    if "range" not in exchange.headers:
+        exchange.set_body(exchange.whole, Content_Type="application/octet-stream")
+        return
+    first, last = requested_range(exchange.headers, size)
+    if first >= size:
+        exchange.set_body(PAGE, status=416, Content_Type="text/html", Content_Range=f"bytes */{size}")
+        return
+    exchange.set_body(
+        exchange.whole[first : last + 1],
+        status=206,
+        Content_Type="application/octet-stream",
+        Content_Range=f"bytes {first}-{last}/{size}",
+    )
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = False
+    request_queue_size = 128
+
+    def __init__(self, owner: StoreServer) -> None:
+        self.owner = owner
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
+        request.close()  # without the FIN that the method of the library sends: a reset has to be one
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        raise  # from the thread, where it fails the test
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        owner = cast(_Server, self.server).owner
+        owner.opened(self.connection)
+        try:
+            while self._exchange(owner):
+                pass
+        except OSError:
+            pass  # the client has gone
+        finally:
+            owner.closed(self.connection)
+
+    def finish(self) -> None:
+        self.rfile.close()
+        self.wfile.close()
+
+    def _exchange(self, owner: StoreServer) -> bool:
+        line = self.rfile.readline(65_537).decode("latin-1")
+        if not line:
+            return False
+        _, target, _ = line.split()
+        headers = {}
+        while (header := self.rfile.readline(65_537).decode("latin-1").strip()) != "":
+            name, _, value = header.partition(":")
+            headers[name.lower()] = value.strip()
+        exchange = owner.right_answer(self.connection, target, headers)
+        fault = owner.fault_for(exchange.path)
+        if fault is None:
+            exchange.answer()
+        else:
+            fault(exchange)
+        return exchange.keep and not owner.closing.is_set()
+
+
+class _Served:
+    """Written as a directory, read over HTTP."""
+
+    def __init__(self, directory: DirectoryStore, url: str) -> None:
+        self._directory = directory
+        self.reader = HttpStore(url)
+        self.location = self.reader.location
+        self.stat = self.reader.stat
+        self.open = self.reader.open
+        self.names = self.reader.names
+        self.resolve = self.reader.resolve
+        self.references = self.reader.references
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._directory, name)
+
+
+class HttpBench:
+    """A directory store behind a server that lists it, on a bench."""
+
+    def __init__(self, path: str, lock_seconds: float = 60.0) -> None:
+        below = DirectoryBench(path, lock_seconds)
+        self.clock = below.clock
+        self.damage = below.damage
+        self.stamp = below.stamp
+        self._server = StoreServer(path, listing=True)
+        self._served = _Served(below.store, self._server.url)
+        self.store = cast(PruneStore, self._served)
+
+    def close(self) -> None:
+        self._served.reader.close()
+        self._server.close()
