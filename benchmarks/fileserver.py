@@ -36,8 +36,7 @@ events {{ worker_connections 1024; }}
 http {{
     {log}
     default_type application/octet-stream;
-    sendfile on;
-    tcp_nopush on;
+    sendfile on;  # without tcp_nopush: on the loopback interface, segments of 64 KiB then wait for late ACKs
     keepalive_timeout 600;
     keepalive_requests 1000000;
     client_body_temp_path {work}/body;

@@ -32,7 +32,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.OK: "done",
     ExitCode.INTERNAL: "a fault of imgtool itself; the traceback is printed with --debug",
     ExitCode.USAGE: "the command line, a name or an option is wrong",
-    ExitCode.NOT_FOUND: "no such image, reference, path, sandbox or store",
+    ExitCode.NOT_FOUND: "no such image, reference, path, sandbox or store, or no node service runs",
     ExitCode.MALFORMED: "the input breaks its format (tar, OCI document, EROFS); nothing was published",
     ExitCode.CORRUPT: "bytes differ from their digest or size; the blob is named",
     ExitCode.UNSUPPORTED: "valid, but not handled by this release or this kernel",

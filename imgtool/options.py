@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from imgtool import environment
+from layerstore.errors import UsageError
 
 if TYPE_CHECKING:
     from layerstore.store.directory import DirectoryStore
+    from layerstore.store.protocol import Store
     from overlay.service.answers import SandboxInfo
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,9 +29,11 @@ def json_option(function: F) -> F:
 
 
 def store_option(function: F) -> F:
-    return click.option("--store", metavar="DIR", help="Store directory [default: $IMGTOOL_STORE, else ROOT/store].")(
-        root_option(function)
-    )
+    return click.option(
+        "--store",
+        metavar="STORE",
+        help="Directory of the store, or to read from it an http(s) URL [default: $IMGTOOL_STORE, else ROOT/store].",
+    )(root_option(function))
 
 
 def root_option(function: F) -> F:
@@ -53,21 +57,45 @@ def root_path(root: str | None) -> str:
 
 
 def store_path(store: str | None, root: str | None) -> str:
-    return os.path.abspath(store or environment.store() or os.path.join(root_path(root), "store"))
+    """Where the store is: an absolute path, or a URL as it was given."""
+    from layerstore.store.opening import is_url
+
+    given = store or environment.store() or os.path.join(root_path(root), "store")
+    return given if is_url(given) else os.path.abspath(given)
 
 
-def open_store(store: str | None, root: str | None) -> DirectoryStore:
-    """The store for reading or for deleting: it has to exist."""
+def open_store(store: str | None, root: str | None) -> Store:
+    """The store for reading, wherever it is."""
+    from layerstore.store.opening import open_store
+
+    return open_store(store_path(store, root))
+
+
+def existing_store(store: str | None, root: str | None) -> DirectoryStore:
+    """The store for changing what is in it."""
     from layerstore.store.directory import DirectoryStore
 
-    return DirectoryStore(store_path(store, root))
+    return DirectoryStore(directory_path(store_path(store, root)))
 
 
 def writable_store(store: str | None, root: str | None) -> DirectoryStore:
     """The store for publishing: made where there is none."""
     from layerstore.store.directory import DirectoryStore
 
-    return DirectoryStore.create(store_path(store, root))
+    return DirectoryStore.create(directory_path(store_path(store, root)))
+
+
+def directory_path(location: str) -> str:
+    """The location of a store that is to be changed, which only a path can be.
+
+    Raises:
+        UsageError: it is a URL. The message doesn't repeat it, for it may have credentials.
+    """
+    from layerstore.store.opening import is_url
+
+    if is_url(location):
+        raise UsageError("a store at a URL can only be read: give the path of its directory, where it can be written")
+    return location
 
 
 def document_of(sandbox: SandboxInfo) -> dict[str, Any]:

@@ -25,6 +25,8 @@ PATIENCE = 20.0
 """Seconds a service gets to answer; on a slow disk most of it is Python reading its modules."""
 MAX_LOG = 16 << 20
 """Bytes of a log that the next service goes on with; a longer one is put aside, in place of the one before."""
+_ENDING = 5.0
+"""Seconds that one gets to end which we have given up."""
 _PAUSE = 0.02
 _TAIL = 4096
 """Bytes at the end of a log in which the last line is looked for."""
@@ -81,6 +83,13 @@ def service(root: str) -> Client:
     return client
 
 
+def wait_for_end(root: str) -> None:
+    """Until a service that has been stopped listens no more, so that the next command finds it gone."""
+    until = time.monotonic() + PATIENCE
+    while is_running(root) and time.monotonic() < until:
+        time.sleep(_PAUSE)
+
+
 @contextmanager
 def _starting(root: str, until: float) -> Iterator[None]:
     """One command at a time starts a service; the others wait, and then find it running."""
@@ -107,16 +116,25 @@ def _start(root: str, until: float) -> None:
     try:
         before = os.fstat(log).st_size
         child = _spawn(root, log)
-        while not is_running(root):
-            code = child.poll()
-            # Another one may have come from outside, such as systemd's: it has the lock, and will listen.
-            if code not in (None, ExitCode.CONFLICT) or time.monotonic() > until:
-                what = "does not answer" if code is None else f"ended with code {code}"
-                said = _last_line(log, before) or "it wrote nothing"
-                raise UnavailableError(f"the node service {what}: {said} (more in {printable(path)})")
-            time.sleep(_PAUSE)
-        # It outlives this process; should it end before, nobody needs to know how.
-        child.returncode = 0 if child.returncode is None else child.returncode
+        try:
+            while not is_running(root):
+                code = child.poll()
+                if code == ExitCode.CONFLICT and time.monotonic() < until:
+                    # Another one has the lock: it has just begun, as systemd's, or is about to end.
+                    time.sleep(_PAUSE)
+                    if not is_running(root):
+                        child = _spawn(root, log)
+                    continue
+                if code is not None or time.monotonic() > until:
+                    what = "does not answer" if code is None else f"ended with code {code}"
+                    said = _last_line(log, before) or "it wrote nothing"
+                    raise UnavailableError(f"the node service {what}: {said} (more in {printable(path)})")
+                time.sleep(_PAUSE)
+        except BaseException:
+            _end(child)
+            raise
+        if child.returncode is None:
+            child.returncode = 0  # it outlives this process, and how it ends is for its log
     finally:
         os.close(log)
 
@@ -141,6 +159,15 @@ def _spawn(root: str, log: int) -> subprocess.Popen[bytes]:
         env=environment.for_service(os.path.dirname(os.path.dirname(os.path.abspath(imgtool.__file__)))),
         start_new_session=True,
     )
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    try:
+        child.wait(_ENDING)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def _last_line(log: int, before: int) -> str:

@@ -24,8 +24,8 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from layerstore.errors import NotFoundError, UsageError, from_os_error
@@ -143,6 +143,14 @@ class LayerMounts:
         except OSError as error:
             raise from_os_error(error, f"mount layer sha256:{key} anew") from error
 
+    @contextmanager
+    def held(self, keys: Iterable[str]) -> Iterator[None]:
+        """Keep layers from being mounted, unmounted or mounted anew; for who uses them."""
+        with ExitStack() as stack:
+            for key in sorted(set(keys)):  # one order for all, or two of us would wait for each other
+                stack.enter_context(_locked(f"{self._root}/{key}"))
+            yield
+
     def users(self, key: str) -> list[str]:
         try:
             return sorted(os.listdir(f"{self._root}/{key}/users"))
@@ -205,7 +213,8 @@ class LayerMounts:
                     if not self._is_mounted(mount_point):
                         mount_erofs(layer.image, layer.devices, mount_point)
                     _mkdir(directory + "/users")
-                    _add_user(directory, user)
+                    while not _add_user(directory, user):
+                        _mkdir(directory + "/users")  # it was empty, and somebody who left has just removed it
                 except BaseException:
                     if _last_out(directory):
                         self._release(directory)

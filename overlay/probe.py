@@ -27,6 +27,8 @@ from layerstore.errors import ImgtoolError
 from layerstore.tree.inode import Attrs, Directory, File
 from overlay.erofs import mount_erofs
 from overlay.execution import SEARCH_PATH, usable_runtimes
+from overlay.lazy.choice import EAGER, FUSE, choose_backend, fuse_works
+from overlay.lazy.fuse import find_library
 from overlay.mountapi import filesystem_name
 from overlay.overlayfs import UNFIT_FOR_UPPER, check_filesystem, mount_overlay
 from overlay.scratch import unmount_all
@@ -70,7 +72,7 @@ def probe(root: str) -> list[Finding]:
     findings = [_kernel(), _privilege(), _filesystem_type("erofs", "6.12"), _filesystem_type("overlay", "6.8")]
     findings += [_root_filesystem(where), _space(where)]
     findings.append(_trial(where))
-    findings += [_pre_content(where), _fuse(), _ublk(), _io_uring(), _loop()]
+    findings += [_pre_content(where), _fuse(), _lazy_backend(root), _ublk(), _io_uring(), _loop()]
     findings += _programs()
     return findings
 
@@ -88,7 +90,7 @@ def _kernel() -> Finding:
         advice = "EROFS mounts from files need Linux 6.12: use a newer kernel"
         return Finding("kernel", "missing", True, release, advice)
     if numbers < (6, 14):
-        advice = "nothing to do: lazy loading by fanotify, which is yet to come, will need Linux 6.14"
+        advice = "nothing to do: lazy loading goes by FUSE; fanotify, which costs less, needs Linux 6.14"
         return Finding("kernel", "degraded", True, release, advice)
     return Finding("kernel", "ok", True, release)
 
@@ -124,7 +126,7 @@ def _root_filesystem(where: str) -> Finding:
         except OSError as error:
             return Finding(name, "degraded", True, detail, f"could not be tried: {error.strerror}")
     if kind not in ("ext4", "xfs", "btrfs"):
-        advice = "nothing to do: lazy loading by fanotify, which is yet to come, will need ext4, xfs or btrfs"
+        advice = "nothing to do: lazy loading goes by FUSE; fanotify, which costs less, needs ext4, xfs or btrfs"
         return Finding(name, "degraded", True, detail, advice)
     return Finding(name, "ok", True, detail)
 
@@ -214,8 +216,31 @@ def _pre_content(where: str) -> Finding:
 
 
 def _fuse() -> Finding:
-    advice = "nothing to do: lazy loading on kernels before 6.14, which is yet to come, will need `modprobe fuse`"
-    return _device("FUSE", "/dev/fuse", advice)
+    if os.geteuid() != 0:
+        return Finding("FUSE", "missing", False, "not tried", "run doctor as root to try it")
+    why = fuse_works()
+    if why is not None:
+        advice = "needed for lazy loading where the kernel has no pre-content events: `modprobe fuse`, Debian's fuse3, "
+        advice += "and `pip install mfusepy`, whichever is missing"
+        return Finding("FUSE", "missing", False, why, advice)
+    name, (major, minor) = find_library()
+    return Finding("FUSE", "ok", False, f"/dev/fuse, {name} of release {major}.{minor}, mfusepy")
+
+
+def _lazy_backend(root: str) -> Finding:
+    """What mode auto is here."""
+    name = "lazy backend"
+    if os.geteuid() != 0:
+        return Finding(name, "missing", False, "not tried", "run doctor as root to try it")
+    backend, why = choose_backend(root)
+    detail = f"{backend}: {why}"
+    if backend == EAGER:
+        advice = "sandboxes start when all of their data have been fetched: see what the two above need"
+        return Finding(name, "missing", False, detail, advice)
+    if backend == FUSE:
+        advice = "nothing to do: a read through FUSE costs more than one with fanotify, also of data that are here"
+        return Finding(name, "degraded", False, detail, advice)
+    return Finding(name, "ok", False, detail)
 
 
 def _ublk() -> Finding:

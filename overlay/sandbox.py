@@ -45,6 +45,7 @@ from overlay.deletion import remove_tree
 from overlay.detached import DetachedCopy
 from overlay.format import MAX_SIZE, SandboxState, chain_of
 from overlay.holders import Holder, holders_by_device, holders_of
+from overlay.layerkey import is_key
 from overlay.layers import USER, LayerMounts, Leftover, MountableLayer
 from overlay.mountapi import MNT_DETACH, umount
 from overlay.overlayfs import check_filesystem, mount_overlay
@@ -260,14 +261,7 @@ class Sandboxes:
             if keys != state.mounts:  # before they are attached: what the state names is what removing lets go
                 state = replace(state, mounts=keys)
                 _publish(fd, _encoded(state))
-            work = _writable(sandbox.directory, state)[1]
-            if work is not None:  # a volatile overlay marks its work directory; the kernel wants a new one
-                work_parent = os.open(os.path.dirname(work), _DIRECTORY)
-                try:
-                    remove_tree(work_parent, b"work")
-                    os.mkdir("work", 0o700, dir_fd=work_parent)
-                finally:
-                    os.close(work_parent)
+            _renew_work(sandbox.directory, state)
             self._mount(state, sandbox.directory, layers, new=False)
             return Sandbox(state, sandbox.directory)
 
@@ -448,15 +442,27 @@ class Sandboxes:
             checked=True,
         )
         detached = self._detached if upper is not None and state.scratch is None else None
+        places = [(upper, work)]
         if detached is not None:
-            try:
-                mount_on_rootfs(detached.path(state.id + "/upper"), detached.path(state.id + "/work"))
+            places.insert(0, (detached.path(state.id + "/upper"), detached.path(state.id + "/work")))
+        try:
+            mount_on_rootfs(*places[0])
+            return
+        except ImgtoolError:
+            # A kernel that takes no uppers from detached mounts, or a layer that was mounted anew after we looked; any
+            # other reason comes up again.
+            pass
+        with self.layers.held(layer.key for layer in layers):
+            for place in places:
+                _renew_work(directory, state)
+                try:
+                    mount_on_rootfs(*place)
+                except ImgtoolError:
+                    if place is places[-1]:
+                        raise
+                    self._detached = None
+                    continue
                 return
-            except ImgtoolError:
-                pass  # a kernel that takes no layers from detached mounts; any other reason comes up again
-        mount_on_rootfs(upper, work)
-        if detached is not None:
-            self._detached = None
 
     def _clear(self, fd: int, directory: str, name: str, keys: tuple[str, ...] | None) -> Removal:
         """Everything of a sandbox without state.json; its lock is held. ``keys`` of its layers; None: not known."""
@@ -499,12 +505,15 @@ class Sandboxes:
         return os.path.isdir(f"{self._directory}/{name}")
 
     def _owns(self, path: str) -> bool:
-        """Whether a mount at ``path`` belongs to a sandbox or layer that exists, or to one being made or removed."""
+        """Whether a mount at ``path`` belongs to a sandbox or layer: one that exists, or is being made or removed.
+
+        One without a directory has been removed since it was listed. What is there now may be another's.
+        """
         kind, _, rest = path.removeprefix(self.root + "/").partition("/")
         name, _, inner = rest.partition("/")
         if kind == "layers":  # those that are there are sweep's, which looks under their lock
-            return inner == "mnt" and os.path.isdir(f"{self.root}/layers/{name}")
-        return self._exists(name) and inner.partition("/")[0] in ("rootfs", "scratch")
+            return is_key(name) and inner == "mnt"
+        return not self._exists(name) or inner.partition("/")[0] in ("rootfs", "scratch")
 
     @cached_property
     def _boot_id(self) -> str:
@@ -604,6 +613,18 @@ def _writable(directory: str, state: SandboxState) -> tuple[str, str] | tuple[No
         return None, None
     base = directory + "/scratch" if state.scratch is not None else directory
     return base + "/upper", base + "/work"
+
+
+def _renew_work(directory: str, state: SandboxState) -> None:
+    """A volatile overlay marks its work directory, even one whose mount failed; the kernel wants a new one then."""
+    work = _writable(directory, state)[1]
+    if work is not None:
+        parent = os.open(os.path.dirname(work), _DIRECTORY)
+        try:
+            remove_tree(parent, b"work")
+            os.mkdir("work", 0o700, dir_fd=parent)
+        finally:
+            os.close(parent)
 
 
 def _encoded(state: SandboxState) -> bytes:

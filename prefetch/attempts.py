@@ -7,7 +7,6 @@ round starts again after a pause.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from layerstore.cache.format import Origin
@@ -47,11 +46,13 @@ class Attempts:
         """Whether the frame is to be read by itself: one that is wrong would take its neighbours along."""
         return bool(self._answers)
 
-    def failed(self, origin: Origin | None, error: ImgtoolError, origins: Sequence[Origin]) -> float | None:
-        """Learn from a failure at ``origin`` (None: on this node).
+    def failed(
+        self, origin: Origin | None, error: ImgtoolError, origins: Sequence[Origin], chance: float
+    ) -> float | None:
+        """Learn from a failure at ``origin`` (None: on this node), of all the ``origins`` there are.
 
-        Returns:
-            seconds to wait before the next attempt, or None if there is nothing left to try.
+        Frames that failed together are given the same ``chance``, from 0 to 1, and so the same pause. Returns the
+        seconds to wait before the next attempt, or None if there is nothing left to try.
         """
         self.last = error
         if isinstance(error, UnavailableError):
@@ -72,7 +73,7 @@ class Attempts:
         self.rounds += 1
         self._tired.clear()
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (self.rounds - 1))
-        return pause * random.uniform(0.5, 1.0)
+        return pause * (1 + chance) / 2
 
     def verdict(self, what: str, sha256: bytes) -> ImgtoolError:
         """The error of a frame that can't be had: missing only if it is missing everywhere.

@@ -170,7 +170,7 @@ class Backlog:
             if frame is None:
                 frame = frames[number] = Frame(want.pack, number, want.priority)
                 fresh.append(frame)
-            elif want.priority < frame.priority:
+            elif want.priority < frame.priority or not frame.wants:
                 frame.priority = want.priority
                 if frame.queue is not None:
                     self._leave(frame)

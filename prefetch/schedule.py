@@ -6,6 +6,7 @@ A value without threads, locks or time of its own, as the backlog is: the fetche
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from threading import Thread
@@ -158,10 +159,11 @@ class Schedule:
     def refused(self, read: Read, frames: Sequence[Frame], error: ImgtoolError, now: float) -> list[Want]:
         """These frames did not come. Try again, now or later, or fail; returns those who wait no more."""
         origin = read.way if isinstance(read.way, Origin) else None
+        chance = random.random()
         failed = []
         for frame in self._take_back(read, frames):
             attempts = frame.attempts = frame.attempts or Attempts()
-            pause = attempts.failed(origin, error, frame.pack.origins)
+            pause = attempts.failed(origin, error, frame.pack.origins, chance)
             if pause is None:
                 what = f"frame {frame.number} of pack {frame.pack.digest}"
                 failed += self._backlog.fail(frame, attempts.verdict(what, frame.pack.index.sha256(frame.number)))

@@ -12,3 +12,4 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--crash-rounds", type=int, default=200, help="rounds of the store's kill -9 test")
+    parser.addoption("--node-rounds", type=int, default=36, help="rounds of each test in which the node's parts fail")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from imgtool import render
-from imgtool.options import examples, json_option, open_store, store_option
+from imgtool.options import examples, existing_store, json_option, open_store, store_option
 from layerstore.compose import Stack, plan_stack, publish_stack
 from layerstore.errors import printable
 
@@ -44,10 +44,12 @@ def command(
     Every path that several of them provide is reported with the one that wins, and the image configs are merged: run
     settings come from the workspace, else the base; environment variables from all, PATH joined.
     """
-    target = open_store(store, root)
-    stack = plan_stack(target, base=base, workspace=workspace, toolkits=toolkits, force=force)
+    target = None if dry_run else existing_store(store, root)
+    stack = plan_stack(
+        target or open_store(store, root), base=base, workspace=workspace, toolkits=toolkits, force=force
+    )
     manifest = None
-    if not dry_run:
+    if target is not None:
         manifest = str(publish_stack(target, stack, tag=tag).descriptor().digest)
     if as_json:
         render.print_json(_document(stack, tag, manifest))

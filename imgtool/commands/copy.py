@@ -5,11 +5,12 @@ from __future__ import annotations
 import click
 
 from imgtool import progress, render
-from imgtool.options import examples, jobs_option, json_option
+from imgtool.options import directory_path, examples, jobs_option, json_option
 from layerstore.oci.descriptor import Descriptor
 from layerstore.rawpacks import RawPack, RawState, packs_of, store_raw
 from layerstore.store.copying import copy
 from layerstore.store.directory import DirectoryStore
+from layerstore.store.opening import open_store
 from layerstore.store.protocol import Lease
 
 
@@ -20,6 +21,7 @@ from layerstore.store.protocol import Lease
         "imgtool copy repo-env /var/lib/imgtool/store /mnt/shared/store",
         "imgtool copy repo /mnt/a /mnt/b --as repo:from-a --replace",
         "imgtool copy repo-env ./store /mnt/nfs/store --raw",
+        "imgtool copy repo-env https://images.example.com/store ./store",
     ),
 )
 @click.argument("name")
@@ -37,7 +39,8 @@ def command(
 
     Raw packs are never copied: --raw makes them in STORE2 from what was copied, before the name is there.
     """
-    target_store = DirectoryStore.create(destination)
+    source_store = open_store(source)  # first: where there is no source, no destination is made
+    target_store = DirectoryStore.create(directory_path(destination))
     stored: list[RawPack] = []
 
     def store_packs(target: Descriptor, lease: Lease) -> None:
@@ -48,7 +51,7 @@ def command(
     with progress.shown() as drawn:
         copied = copy(
             name,
-            DirectoryStore(source),
+            source_store,
             target_store,
             rename=rename,
             replace=replace,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from imgtool import progress, render
-from imgtool.options import examples, json_option, open_store, store_option
+from imgtool.options import examples, existing_store, json_option, store_option
 from layerstore.store.collect import GRACE_SECONDS, collect, plan_collection
 
 
@@ -32,7 +32,7 @@ def command(dry_run: bool, grace: float, force: bool, store: str | None, root: s
     Any error while finding out what is reachable stops it before anything is deleted. It may run beside conversions
     and copies, needs no free space, and can be interrupted at any time.
     """
-    target = open_store(store, root)
+    target = existing_store(store, root)
     plan = plan_collection(target, grace=grace, force=force)
     document: dict[str, object] = {
         "dry_run": dry_run,

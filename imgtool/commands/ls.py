@@ -12,7 +12,9 @@ from layerstore.listing import list_images
 @click.command(
     "ls",
     short_help="List the images of a store.",
-    epilog=examples("imgtool ls", "imgtool ls --store /mnt/images --json"),
+    epilog=examples(
+        "imgtool ls", "imgtool ls --store /mnt/images --json", "imgtool ls --store https://images.example.com/store"
+    ),
 )
 @store_option
 @json_option

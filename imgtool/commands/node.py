@@ -112,28 +112,27 @@ def status(root: str | None, as_json: bool) -> None:
 
 
 @command.command("stop", short_help="End the service.")
-@click.option("--force", is_flag=True, help="End the sandboxes in use that can't do without it.")
+@click.option("--force", is_flag=True, help="Kill the processes that can't go on without it.")
 @root_option
 @json_option
 def stop(force: bool, root: str | None, as_json: bool) -> None:
     """End the service. Sandboxes whose data are all here go on; others are unmounted until it runs again.
 
-    One in use that reads what isn't here yet can't go on: then nothing is stopped, unless --force ends it.
+    Where a process uses one that reads what isn't here yet, nothing is stopped, unless --force kills it.
     """
     require_root()
     client = service_start.running(root_path(root))
-    removed: list[str] = []
+    killed: list[int] = []
     if client is not None:
         with client:
-            removed = list(client.stop(force=force).removed)
+            killed = client.stop(force=force).raw.get("killed", [])
+        service_start.wait_for_end(root_path(root))
     if as_json:
-        render.print_json({"stopped": client is not None, "removed": removed})
+        render.print_json({"stopped": client is not None, "killed": killed})
     elif client is None:
         render.print_line(f"no node service of {printable(root_path(root))} was running")
     else:
-        for name in removed:
-            render.print_line(f"{name} removed")
-        render.print_line("stopped")
+        render.print_line("stopped" + (f"; killed {', '.join(map(str, killed))}" if killed else ""))
 
 
 @command.command("pin", short_help="Keep what the cache has of an image.")
@@ -227,9 +226,10 @@ def _receipt(root: str, identifier: str) -> Mapping[str, object]:
 
 
 def _lines(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a person wants to know of it; the rest is in the JSON."""
     pids = ", ".join(f"{name} {pid}" for name, pid in status["pids"].items())
     restarts = ", ".join(f"{name} {count}" for name, count in status["restarts"].items() if count)
-    cache, sandboxes, fetch = status["cache"], status["sandboxes"], status.get("fetch") or {}
+    cache, sandboxes = status["cache"], status["sandboxes"]
     limit = "no limit" if cache["limit"] is None else f"limit {render.size(cache['limit'])}"
     kinds = ", ".join(
         f"{count} {name}" for group in ("mode", "condition") for name, count in sandboxes.get(group, {}).items()
@@ -251,11 +251,25 @@ def _lines(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("sandboxes", f"{sandboxes['total']}" + (f": {kinds}" if kinds else "")),
     ]
-    for label, counters in (("fetched", fetch), ("events", status.get("events") or {})):
-        if counters:
-            lines.append((label, ", ".join(f"{name} {_count(value)}" for name, value in counters.items())))
+    fetch, events = status.get("fetch"), status.get("events")
+    if fetch:
+        lines += [("fetched", _fetched(fetch)), ("fetching", _fetching(fetch))]
+    if events:
+        lines.append(("events", ", ".join(f"{name} {count}" for name, count in events.items())))
     return lines
 
 
-def _count(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _fetched(fetch: Mapping[str, Any]) -> str:
+    parts = []
+    for name, words in (("demand", "for readers"), ("background", "ahead")):
+        part = fetch.get(name, {})
+        size, requests = render.size(part.get("raw", 0)), part.get("requests", 0)
+        parts.append(f"{size} in {requests} requests {words}")
+    waits, seconds = fetch.get("demand_waits", 0), fetch.get("demand_seconds", 0.0)
+    return ", ".join(parts) + f"; {waits} reads waited {seconds:.3g} s, all together"
+
+
+def _fetching(fetch: Mapping[str, Any]) -> str:
+    parts = [f"{fetch.get('in_flight', 0)} requests under way", f"{fetch.get('waiting', 0)} readers wait"]
+    parts += [f"{count} {name}" for name in ("retries", "failures", "stalled") if (count := fetch.get(name, 0))]
+    return ", ".join(parts)

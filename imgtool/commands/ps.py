@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -71,16 +72,19 @@ def _without_service(root: str) -> list[dict[str, Any]]:
     """What the state directory says."""
     from overlay.sandbox import Sandbox, Sandboxes  # with all that mounting needs, which the service has otherwise
 
+    # A service that ends in an orderly way closes its cache, and leaves only those mounted whose data are all here.
+    orderly = os.path.exists(f"{root}/cache/clean")
+
     def document(sandbox: Sandbox) -> dict[str, Any]:
         receipt = sandbox.state.receipt
         mounted = sandbox.stands
-        lazy = sandbox.state.mode == "lazy"
+        unserved = sandbox.state.mode == "lazy" and not orderly
         return {
             **sandbox.to_json(),
             "mounted": mounted,
             "backend": receipt.get("backend", "files"),
             "why": receipt.get("why", ""),
-            "condition": "not mounted" if not mounted else _NOT_SERVED if lazy else "ok",
+            "condition": "not mounted" if not mounted else _NOT_SERVED if unserved else "ok",
             "demand": None,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from imgtool import render
-from imgtool.options import examples, json_option, open_store, store_option
+from imgtool.options import examples, existing_store, json_option, store_option
 
 
 @click.command(
@@ -18,7 +18,7 @@ from imgtool.options import examples, json_option, open_store, store_option
 @json_option
 def command(names: tuple[str, ...], store: str | None, root: str | None, as_json: bool) -> None:
     """Remove names from the store; what no name reaches any more is deleted by gc, after its grace period."""
-    target_store = open_store(store, root)
+    target_store = existing_store(store, root)
     targets = {name: target_store.resolve(name) for name in names}  # all of them first: a wrong name removes nothing
     removed = []
     for name, target in targets.items():

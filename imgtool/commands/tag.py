@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from imgtool import render
-from imgtool.options import examples, json_option, open_store, store_option
+from imgtool.options import examples, existing_store, json_option, store_option
 from layerstore.image import find_target, parse_image, read_document
 from layerstore.publish import Publisher, current
 
@@ -21,7 +21,7 @@ from layerstore.publish import Publisher, current
 @json_option
 def command(name: str, new: str, store: str | None, root: str | None, as_json: bool) -> None:
     """Make NEW stand for the image that NAME (a tag or digest) stands for; NEW is moved where it exists."""
-    target_store = open_store(store, root)
+    target_store = existing_store(store, root)
     target = find_target(target_store, name)
     image = parse_image(read_document(target_store, target, f"manifest of {name!r}"))
     with target_store.lease() as lease:

@@ -6,7 +6,7 @@ import click
 
 from imgtool import progress, render
 from imgtool.exitcodes import ExitCode
-from imgtool.options import examples, json_option, open_store, store_option
+from imgtool.options import examples, existing_store, json_option, store_option
 from layerstore.audit import ContentCheck
 from layerstore.store.verification import verify
 
@@ -24,7 +24,7 @@ def command(quarantine: bool, store: str | None, root: str | None, as_json: bool
 
     The exit code is 0 where all is well and 12 where something was found; each finding is one line.
     """
-    target = open_store(store, root)
+    target = existing_store(store, root)
     with progress.shown() as drawn:
         findings = list(verify(target, quarantine=quarantine, check=ContentCheck(drawn), progress=drawn))
     if as_json:

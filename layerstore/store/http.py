@@ -14,7 +14,8 @@ images named in it, so that isn't noticed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from urllib.parse import quote
 
 from layerstore.digest import Digest
@@ -113,10 +114,8 @@ class HttpStore:
     def resolve(self, name: str) -> Descriptor:
         path = f"refs/{quote(encode_name(name), safe=':')}"
         what = f"reference {name!r} in {self.location}"
-        try:
+        with self._existing(f"reference {name!r}"):
             data = self._server.read_document(path, what, limit=REFERENCE_BYTES, headers=_FRESH)
-        except NotFoundError as error:
-            raise self._missing(f"reference {name!r}") from error
         try:
             document = ReferenceDocument.parse(data, what)
         except UnsupportedError:
@@ -138,11 +137,14 @@ class HttpStore:
     def _open(self, digest: Digest, length: int) -> HttpBlob:
         path = f"blobs/{digest.algorithm}/{digest.hex}"
         what = f"blob {digest} in {self.location}"
-        try:
+        with self._existing(f"blob {digest}"):
             size, start = self._server.read_start(path, what, length)
-        except NotFoundError as error:
-            raise self._missing(f"blob {digest}") from error
-        return HttpBlob(self._server, path, what, size, start)
+
+        def read(offset: int, length: int) -> bytes:
+            with self._existing(f"blob {digest}"):
+                return self._server.read_range(path, what, offset, length, size)
+
+        return HttpBlob(what, size, start, read)
 
     def _read_marker(self) -> None:
         what = f"store {self.location}/{MARKER}"
@@ -154,13 +156,19 @@ class HttpStore:
         except ImgtoolError as error:
             raise CorruptError(f"{error}: is this a store?") from error
 
-    def _missing(self, what: str) -> ImgtoolError:
-        """Missing, unless it is the whole store that is."""
+    @contextmanager
+    def _existing(self, what: str) -> Iterator[None]:
+        """What isn't found is missing, unless it is the whole store that is."""
         try:
-            self._read_marker()
-        except ImgtoolError as error:
-            return UnavailableError(f"{self.location} is not served any more, so {what} wasn't read: {error}")
-        return NotFoundError(f"{what} is not in {self.location}")
+            yield
+        except NotFoundError as error:
+            try:
+                self._read_marker()
+            except ImgtoolError as why:
+                raise UnavailableError(
+                    f"{self.location} is not served any more, so {what} wasn't read: {why}"
+                ) from error
+            raise NotFoundError(f"{what} is not in {self.location}") from error
 
     def _listed(self) -> list[str]:
         """File names in ``refs/``."""
@@ -178,21 +186,23 @@ class HttpStore:
 
 def _parse_listing(data: bytes, what: str) -> list[str]:
     entries = parse_value(data, what, limit=LISTING_BYTES)
-    names = [entry.get("name") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else [None]
-    if not all(isinstance(name, str) for name in names):
-        raise MalformedError(f"{what} is no array of objects with names")
-    return [name for name in names if isinstance(name, str)]
+    names = []
+    for entry in entries if isinstance(entries, list) else [None]:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str):
+            raise MalformedError(f"{what} is no array of objects with names")
+        names.append(name)
+    return names
 
 
 class HttpBlob:
     """A blob behind a URL. It holds no connection, so closing it does nothing."""
 
-    def __init__(self, server: WebServer, path: str, what: str, size: int, start: bytes) -> None:
-        self._server = server
-        self._path = path
+    def __init__(self, what: str, size: int, start: bytes, read: Callable[[int, int], bytes]) -> None:
         self._what = what
         self._size = size
         self._start = start
+        self._read = read
 
     @property
     def size(self) -> int:
@@ -205,7 +215,7 @@ class HttpBlob:
             )
         if offset + length <= len(self._start) or not length:
             return self._start[offset : offset + length]
-        return self._server.read_range(self._path, self._what, offset, length, self._size)
+        return self._read(offset, length)
 
     def close(self) -> None:
         pass

@@ -117,6 +117,11 @@ class WebServer:
         self._pools.pool_classes_by_scheme = POOLS
 
     def close(self) -> None:
+        """Close idle connections; later requests make new ones."""
+        for key in self._pools.pools.keys():  # noqa: SIM118 - it can't be iterated: threads use it
+            pool = self._pools.pools.get(key)
+            if pool is not None:
+                pool.close()
         self._pools.clear()
 
     def read_document(self, path: str, what: str, *, limit: int, headers: Mapping[str, str]) -> bytes:
@@ -141,9 +146,8 @@ class WebServer:
                 if answer.content_range() != (None, None, 0):
                     raise answer.unexpected()
                 return 0, b""
-            if answer.length is None:
-                raise UnavailableError(f"{what}: the server doesn't say its length: serve it as a static file")
-            return answer.length, answer.read(min(length, answer.length))
+            size = answer.whole_length()
+            return size, answer.read(min(length, size))
 
     def read_range(self, path: str, what: str, offset: int, length: int, size: int) -> bytes:
         """``length`` bytes from ``offset`` of something of ``size`` bytes, by one request."""
@@ -158,7 +162,7 @@ class WebServer:
                 return answer.read_whole(length)
             if answer.status == 416:
                 raise CorruptError(f"{what} has no bytes {offset}-{last} any more, of {size}: publish it again")
-            if answer.length != size:
+            if answer.whole_length() != size:
                 raise CorruptError(f"{what} has another size now", expected=str(size), actual=str(answer.length))
             if last >= WHOLE_LIMIT:
                 raise UnavailableError(
@@ -249,13 +253,21 @@ class _Answer:
 
     def content_range(self) -> tuple[int | None, int | None, int]:
         """First and last byte (both None in an answer that none could be sent), and the whole size."""
-        text = self._response.headers.get("Content-Range", "")
+        text = self._response.headers.get("Content-Range")
+        if text is None:
+            raise UnavailableError(f"{self._what}: the answer doesn't say which range it is: try again")
         match = _CONTENT_RANGE.fullmatch(text)
         if match is None:
             raise self.another_range("a Content-Range")
         first, last, total = (None if group is None else int(group) for group in match.groups())
         assert total is not None
         return first, last, total
+
+    def whole_length(self) -> int:
+        """Bytes of an answer that has to say it."""
+        if self.length is None:
+            raise UnavailableError(f"{self._what}: the server doesn't say its length: serve it as a static file")
+        return self.length
 
     def read(self, length: int) -> bytes:
         """Exactly ``length`` bytes."""

@@ -46,15 +46,15 @@ MIN_LIBFUSE = (3, 12)
 """The first with ``max_threads``; before, ten blocked reads would block all others."""
 
 MAX_THREADS = 2048
-"""Requests in work. Each that waits for its frames keeps a thread."""
+"""Requests in work. Each that waits for its frames keeps a thread (27 KiB); beyond it requests wait for a thread."""
 _MAX_IDLE_THREADS = 32
 _MAX_BACKGROUND = 65_535
 """Readaheads that the kernel sends before it makes the others wait, 16 bits of ``struct fuse_init_out``. Its default is
 12: a dozen blocked reads would block all others."""
 _FOREVER = 1e8
 """Seconds for which the kernel may believe size and times of a file: a pack never changes."""
-_PATIENCE = 5.0
-"""Seconds from the end of the connection to that of libfuse's threads."""
+_PATIENCE = 2.0
+"""Seconds for libfuse to begin, and to end when its connection has: it takes milliseconds. The holder waits for 5."""
 
 
 def find_library() -> tuple[str, tuple[int, int]]:
@@ -100,13 +100,14 @@ def load_binding() -> Any:
 def run(directory: str, holder: Link, *, deadline: float, log: Log) -> None:
     """Serve packs in ``directory``, made if it is missing, until the holder says ``end`` or is gone.
 
-    Reads fail ``deadline`` seconds after they began. Nothing is left mounted, unless something else was mounted over
-    the directory.
+    Reads fail ``deadline`` seconds after they began; so does what still waits, and all that comes later through EROFS
+    mounts over these files, when this returns. Nothing is left mounted.
 
     Raises:
         UnsupportedError: no FUSE in the kernel, no libfuse 3, no mfusepy.
         PermissionError_: not root.
-        UnavailableError: it can't be mounted there, or was unmounted by somebody else.
+        NotFoundError: the directory's parent is missing.
+        UnavailableError: it can't be mounted there, as over a dead mount, or was unmounted by somebody else.
     """
     binding = load_binding()
     directory = os.path.abspath(directory)  # libfuse changes to /
@@ -255,6 +256,7 @@ class _Server:
         """The loop of libfuse: returns when the kernel ends the connection."""
         options: dict[str, object] = {"max_threads": MAX_THREADS, "max_idle_threads": _MAX_IDLE_THREADS}
         options |= {"allow_other": True, "default_permissions": True, "ro": True, "nosuid": True, "nodev": True}
+        # Names are looked up once for each mount, so asking every time costs nothing, and what was released is gone.
         options |= {"attr_timeout": _FOREVER, "entry_timeout": 0, "negative_timeout": 0, "kernel_cache": True}
         operations = _Operations(self._binding, self._files, self._serving, self._bell)
         try:

@@ -7,6 +7,7 @@ mount that was detached lives on as long as somebody stands in it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -90,6 +91,7 @@ class FuseBackend:
     def guard(self, pack: CachedPack) -> str:
         with self._lock:
             if not self._running:
+                os.makedirs(self.mount_point, 0o700, exist_ok=True)
                 self._custody.start_fuse(self.mount_point)
                 self._running = True
             mount_point = self.mount_point

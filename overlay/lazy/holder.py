@@ -8,6 +8,7 @@ one from what it holds itself, the keeper first, the worker if the keeper is gon
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
@@ -24,6 +25,7 @@ Log = Callable[..., None]
 
 HOLDER, KEEPER, WORKER, FUSE = "holder", "keeper", "worker", "fuse"
 _SOCKET = "holder.sock"
+_RESTARTS = "restarts.json"
 _BACKOFF = (0.0, 0.1, 0.5, 2.0, 5.0)
 """Seconds before a process that keeps ending is started again."""
 _STEADY = 30.0
@@ -157,7 +159,7 @@ class Holder:
         self._keeping = keeping
         self._selector = selectors.DefaultSelector()
         self._members: dict[str, _Member] = {}
-        self._restarts = {KEEPER: 0, WORKER: 0, FUSE: 0}
+        self._restarts = self._read_restarts()
         self._due: dict[str, float] = {}
         self._requests: dict[tuple[str, str], _Request] = {}
         self._fuse_directory = ""
@@ -174,6 +176,8 @@ class Holder:
             signal.signal(number, lambda *_: None)
         self._selector.register(self._control, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._signals)
+        if found:
+            self._count_restart(HOLDER)
         grace = _SOON if found else 0.0
         now = time.monotonic()
         self._due = {WORKER: now + grace}
@@ -267,7 +271,7 @@ class Holder:
         if member.role == FUSE:
             self._lose_fuse()
             return
-        self._restarts[member.role] += 1
+        self._count_restart(member.role)
         self._due[member.role] = now + pause
         self._start_due()
         if member.role in self._members:
@@ -275,7 +279,7 @@ class Holder:
 
     def _lose_fuse(self) -> None:
         """Its mounts can't be served again: the worker has a new one started, elsewhere, when it needs it."""
-        self._restarts[FUSE] += 1
+        self._count_restart(FUSE)
         self._fuse_directory = ""
         for hex in self._holdings.of(FUSE):
             self._drop(hex, FUSE)
@@ -284,6 +288,24 @@ class Holder:
         worker = self._members.get(WORKER)
         if worker is not None:
             self._send(worker, {"lost": FUSE})
+
+    def _read_restarts(self) -> dict[str, int]:
+        """How often each process has been started again, by all holders together."""
+        none = {HOLDER: 0, KEEPER: 0, WORKER: 0, FUSE: 0}
+        try:
+            with open(f"{self._directory}/{_RESTARTS}", encoding="ascii") as stream:
+                found = json.load(stream)
+            return {role: int(found[role]) for role in none}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return none
+
+    def _count_restart(self, role: str) -> None:
+        self._restarts[role] += 1
+        try:
+            with open(f"{self._directory}/{_RESTARTS}", "w", encoding="ascii") as stream:
+                json.dump(self._restarts, stream)
+        except OSError as error:
+            self._log("restarts not counted", level="warning", error=str(error))
 
     # --- messages
 
@@ -526,7 +548,7 @@ class Holder:
         if self._keeping is not None:
             for name in ["group", *self._holdings.packs]:
                 self._keeping.remove(name)
-        for name in (_SOCKET, "node.sock"):
+        for name in (_SOCKET, _RESTARTS, "node.sock"):
             try:
                 os.unlink(f"{self._directory}/{name}")
             except FileNotFoundError:

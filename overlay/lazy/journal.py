@@ -98,7 +98,6 @@ class Journal:
         if size != _FIRST + _SLOT * header.capacity:
             raise MalformedError(f"journal of {size} bytes does not hold {header.capacity} events")
         self.capacity = header.capacity
-        self._high = header.high
         self._memory = mmap.mmap(fd, size)
 
     @classmethod
@@ -116,12 +115,11 @@ class Journal:
     @property
     def high(self) -> int:
         """No event that this journal was kept for can have had this number or one above."""
-        return self._high
+        return int(_HIGH.unpack_from(self._memory, _HIGH_AT)[0])
 
     @high.setter
     def high(self, number: int) -> None:
-        self._high = min(number, self.capacity)
-        _HIGH.pack_into(self._memory, _HIGH_AT, self._high)
+        _HIGH.pack_into(self._memory, _HIGH_AT, min(number, self.capacity))
 
     def put(self, number: int, record: Record) -> None:
         """Remember an event until :meth:`clear`.
@@ -137,7 +135,7 @@ class Journal:
             self._memory, at, record.pid, record.offset, record.length, record.deadline, record.pack_sha256
         )
         self._memory[at + Record.STRUCT.size] = _USED
-        if number >= self._high:
+        if number >= self.high:
             self.high = number + 1
 
     def clear(self, number: int) -> None:
@@ -145,7 +143,7 @@ class Journal:
 
     def records(self) -> dict[int, Record]:
         """What is remembered, by number, those first whose deadline comes first."""
-        states = self._memory[_FIRST + Record.STRUCT.size : _FIRST + _SLOT * self._high : _SLOT]
+        states = self._memory[_FIRST + Record.STRUCT.size : _FIRST + _SLOT * self.high : _SLOT]
         found = {}
         for number, state in enumerate(states):
             if state == _USED:

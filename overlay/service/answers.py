@@ -215,15 +215,15 @@ class PinInfo:
 
 @dataclass(frozen=True, slots=True)
 class StopInfo:
-    """The service is stopping; ``removed`` are sandboxes that were in use and had to end."""
+    """The service is stopping; ``killed`` are the processes, by pid, that used a sandbox which had to be unmounted."""
 
-    removed: tuple[str, ...]
+    killed: tuple[int, ...]
     raw: Document
 
     @classmethod
     def from_json(cls, document: object) -> StopInfo:
         take = _Taken(document, "stop")
-        return cls(take.texts("removed"), take.document)
+        return cls(take.numbers("killed"), take.document)
 
 
 def list_of(document: object, key: str, made: Callable[[object], T]) -> list[T]:
@@ -264,6 +264,10 @@ class _Taken:
 
     def optional(self, key: str, kind: type) -> Any:
         return None if self.document.get(key) is None else self(key, kind)
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        values = self(key, list)
+        return tuple(int(value) for value in values)
 
     def texts(self, key: str) -> tuple[str, ...]:
         values = self(key, list)

@@ -33,13 +33,19 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A metric that is taken from the status."""
+class Described:
+    """A metric. Series of a counter have ``_total`` behind its name."""
 
-    kind: Literal["counter", "gauge"]
+    kind: Literal["counter", "gauge", "histogram"]
     name: str
     help: str
     labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken(Described):
+    """A metric that is taken from the status."""
+
     values: Callable[[Status], Iterable[Value]]
 
     def family(self, status: Status) -> Metric:
@@ -54,6 +60,19 @@ class Taken:
         return family
 
 
+DEMAND = Described(
+    "histogram", "imgtool_demand_seconds", "Readers that had to wait, from the question to the answer.", ("outcome",)
+)
+FETCH = Described(
+    "histogram", "imgtool_fetch_seconds", "One read from a store, with verification and writing.", ("priority",)
+)
+UP = Described("histogram", "imgtool_up_seconds", "Making one sandbox.", ("mode",))
+REQUEST = Described(
+    "histogram", "imgtool_api_request_seconds", "From the first byte of a request to its answer.", ("method", "route")
+)
+REQUESTS = Described("counter", "imgtool_api_requests", "Requests that were answered.", ("method", "route", "status"))
+
+
 class Metrics:
     """Any thread may call."""
 
@@ -61,29 +80,15 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, with the time of its first use
         self._registry = CollectorRegistry(auto_describe=False)
         self._source: Source = dict
-        self._demand = self._histogram(
-            "demand_seconds",
-            "Readers that had to wait, from the question to the answer.",
-            ("outcome",),
-            _READ,
-        )
-        self._fetch = self._histogram(
-            "fetch_seconds", "One read from a store, with verification and writing.", ("priority",), _READ
-        )
-        self._up = self._histogram("up_seconds", "Making one sandbox.", ("mode",), _CALL)
-        self._requests = Counter(
-            "imgtool_api_requests",
-            "Requests that were answered.",
-            ("method", "route", "status"),
-            registry=self._registry,
-        )
-        self._request = self._histogram(
-            "api_request_seconds", "From the first byte of a request to its answer.", ("method", "route"), _CALL
-        )
+        self._demand = self._histogram(DEMAND, _READ)
+        self._fetch = self._histogram(FETCH, _READ)
+        self._up = self._histogram(UP, _CALL)
+        self._request = self._histogram(REQUEST, _CALL)
+        self._requests = Counter(REQUESTS.name, REQUESTS.help, REQUESTS.labels, registry=self._registry)
         self._registry.register(_OfStatus(lambda: self._source()))
 
-    def _histogram(self, name: str, help: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"imgtool_{name}", help, labels, buckets=buckets, registry=self._registry)
+    def _histogram(self, metric: Described, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(metric.name, metric.help, metric.labels, buckets=buckets, registry=self._registry)
 
     def set_source(self, source: Source) -> None:
         """``source`` gives the status; what it lacks isn't shown, and when it raises nothing of it is."""
@@ -261,3 +266,4 @@ TAKEN: tuple[Taken, ...] = (
     *(Taken("gauge", f"imgtool_{name}", help, labels, values) for name, help, labels, values in _GAUGES),
     *(Taken("counter", f"imgtool_{name}", help, labels, values) for name, help, labels, values in _COUNTERS),
 )
+ALL: tuple[Described, ...] = (DEMAND, FETCH, UP, REQUEST, REQUESTS, *TAKEN)

@@ -42,7 +42,7 @@ class SandboxRequest:
     Attributes:
         base: name or manifest digest of an image. Alone it may be a stack already; with a workspace or toolkits it is
             a single layer.
-        store: location of the store that has the images: an absolute path.
+        store: location of the store that has the images: an absolute path or a URL.
         workspace: the layer above the base.
         toolkits: layers on top, the last one wins.
         id: the sandbox's name; None: made up.
@@ -131,9 +131,10 @@ _FIELDS = tuple(SandboxRequest.__dataclass_fields__)
 def _check_together(request: SandboxRequest) -> None:
     for name in filter(None, request.ids()):
         check_id(name)
-    for key, path in (("store", request.store), ("receipts", request.receipts)):
-        if path is not None and not os.path.isabs(path):
-            raise UsageError(f"sandbox request: {key} is {printable(path)!r}; it has to be an absolute path")
+    if not os.path.isabs(request.store) and "://" not in request.store:
+        raise UsageError(f"sandbox request: store is {printable(request.store)!r}; it has to be an absolute path or a URL")
+    if request.receipts is not None and not os.path.isabs(request.receipts):
+        raise UsageError(f"sandbox request: receipts is {printable(request.receipts)!r}; it has to be an absolute path")
     if request.backend is not None and request.mode not in ("auto", "lazy"):
         raise UsageError(f"mode {request.mode} has no backend: {request.backend} is one of mode lazy")
     if request.read_only and request.scratch is not None:

@@ -91,7 +91,7 @@ class ApiServer:
         self._woken.setblocking(False)
         self._changed = threading.Condition()
         self._connections: set[socket.socket] = set()
-        self._idle: dict[socket.socket, None] = {}  # idle for longest first
+        self._idle: dict[socket.socket, bool] = {}  # idle for longest first; False: no request yet
         self._last_request = time.monotonic()
 
     def serve(self) -> None:
@@ -151,8 +151,10 @@ class ApiServer:
             return
         with self._changed:
             self._connections.add(connection)
-            if len(self._connections) >= self._max_connections and self._idle:
-                _hang_up(next(iter(self._idle)))
+            if len(self._connections) >= self._max_connections:
+                used = next((other for other, was_used in self._idle.items() if was_used), None)
+                if used is not None:
+                    _hang_up(used)
         try:
             threading.Thread(target=self._talk, args=(connection,), name="api", daemon=True).start()
         except RuntimeError as error:
@@ -182,7 +184,7 @@ class ApiServer:
         with self._changed:
             if self.stopping or (not first and len(self._connections) >= self._max_connections):
                 return False
-            self._idle[connection] = None
+            self._idle[connection] = not first
         return True
 
     def resume(self, connection: socket.socket) -> None:
@@ -220,7 +222,8 @@ class Conversation(BaseHTTPRequestHandler):
         self._allowed = user_of(connection) in api.users
         self._first = True
         self._route: Route | None = None
-        self._refused = 0
+        self._refused = 400
+        self._unread = 0
         super().__init__(connection, "", cast("BaseServer", api))
 
     def setup(self) -> None:
@@ -239,7 +242,8 @@ class Conversation(BaseHTTPRequestHandler):
         """Read a request and answer it."""
         self.close_connection = True  # unless a whole request says otherwise
         self._route = None
-        self._refused = 0
+        self._refused = 400
+        self._unread = 0
         if not self._begins():
             return
         began = time.monotonic()
@@ -251,7 +255,9 @@ class Conversation(BaseHTTPRequestHandler):
             status = self._refuse(Refusal(kind_of_error(error).status, error))
         else:
             status = self._answer(self._route, call) if self._route and call else self._refused
-        self._api.count(self.command, self._route, status, time.monotonic() - began)
+        if self._unread:
+            self._discard()
+        self._api.count(self.command or "", self._route, status, time.monotonic() - began)
 
     def _read(self) -> Call | None:
         """The next request, its route in ``_route``; None when http.server has refused it.
@@ -286,10 +292,10 @@ class Conversation(BaseHTTPRequestHandler):
 
     def _begins(self) -> bool:
         """Wait for the first byte of a request; False when there will be none."""
-        if not self._api.rest(self.connection, first=self._first):
+        first, self._first = self._first, False
+        if not self._api.rest(self.connection, first=first):
             return False
-        self._first = False
-        self._stream.expect(self._api.idle_timeout, MAX_HEADERS)
+        self._stream.expect(self._api.request_timeout if first else self._api.idle_timeout, MAX_HEADERS)
         try:
             return bool(self._incoming.peek(1))
         except TimeoutError:
@@ -314,7 +320,8 @@ class Conversation(BaseHTTPRequestHandler):
             self.close_connection = True
             raise Refusal(400, UsageError("Content-Length is not one number"))
         if len(length) > 18 or int(length) > MAX_BODY:
-            self._discard()
+            self.close_connection = True
+            self._unread = _DISCARDED if len(length) > 18 else min(int(length), _DISCARDED)
             raise LimitError(f"a body of more than {MAX_BODY} bytes; ask for less at once")
         self._stream.expect(None, MAX_BODY)
         content = self.rfile.read(int(length))
@@ -323,11 +330,11 @@ class Conversation(BaseHTTPRequestHandler):
         return content
 
     def _discard(self) -> None:
-        self.close_connection = True
-        self._stream.expect(None, _DISCARDED)
+        """Read on, so that whoever still sends gets to read the answer before the connection ends."""
+        self._stream.expect(None, self._unread)
         try:
-            while self._incoming.read1(1 << 16):
-                pass
+            while self._unread > 0 and (data := self._incoming.read1(1 << 16)):
+                self._unread -= len(data)
         except (OSError, HTTPException):
             pass
 

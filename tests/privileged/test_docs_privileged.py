@@ -52,6 +52,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         ran = _shell("imgtool down --all --json", tmp_path, environment)
         assert ran.returncode == 0, ran.stdout
         assert json.loads(ran.stdout)["leftovers"] == [], ran.stdout
+        assert _shell("imgtool node stop", tmp_path, environment).returncode == 0
 
 
 def _shell(command: str, top: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

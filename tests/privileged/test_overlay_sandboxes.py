@@ -10,6 +10,7 @@ import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from layerstore.errors import (
     ConflictError,
     ImgtoolError,
     MalformedError,
+    NoSpaceError,
     NotFoundError,
     PermissionError_,
     UnsupportedError,
@@ -278,6 +280,143 @@ def test_an_upper_from_before_a_restart_is_not_trusted(root: str, layers: list[M
     with pytest.raises(ConflictError, match="last start"):
         node.resume(sandbox.id, layers)
     node.remove(sandbox.id)
+
+
+@pytest.mark.parametrize("options", [{}, {"read_only": True}, {"scratch": 8 << 20}])
+def test_suspended_and_resumed(root: str, layers: list[MountableLayer], options: dict[str, object]) -> None:
+    node = Sandboxes(root)
+    sandbox = create(node, layers, id="box", **options)
+    if sandbox.upper is not None:
+        Path(sandbox.rootfs, "written").write_text("x")
+    for _ in range(2):
+        assert node.suspend("box") == []
+        assert not sandbox.stands
+        assert node.layers.mounted() == []
+        assert node.get("box") == sandbox
+    assert node.resume("box", layers) == sandbox
+    assert Path(sandbox.rootfs, "etc/top").read_text() == "tool\n"
+    if sandbox.upper is not None:
+        assert Path(sandbox.rootfs, "written").read_text() == "x"
+    node.suspend("box")
+    assert node.remove("box").existed
+    assert left_in(root) == []
+
+
+def test_only_the_last_to_leave_takes_the_layers_along(root: str, layers: list[MountableLayer]) -> None:
+    node = Sandboxes(root)
+    create(node, layers, id="one")
+    other = create(node, layers[:1], id="two")
+    node.suspend("one")
+    assert node.layers.mounted() == [layers[0].digest]
+    assert Path(other.rootfs, "etc/base").read_text() == "base\n"
+    node.suspend("two")
+    assert node.layers.mounted() == []
+    for name in ("one", "two"):
+        node.remove(name)
+    assert left_in(root) == []
+
+
+def test_resumed_in_another_variant(root: str, layers: list[MountableLayer]) -> None:
+    node = Sandboxes(root)
+    create(node, layers, id="box", mode="lazy")
+    other = [replace(layer, variant="fuse-2") for layer in layers[:2]] + layers[2:]
+    node.suspend("box")
+    sandbox = node.resume("box", other)
+    assert sandbox.state.mounts == tuple(layer.key for layer in other)
+    assert node.get("box") == sandbox
+    assert node.layers.mounted() == sorted(layer.key for layer in other)
+    assert Path(sandbox.rootfs, "etc/top").read_text() == "tool\n"
+    umount(sandbox.rootfs)  # not by suspend: it has not left its layers
+    assert node.resume("box", layers).state.mounts == tuple(layer.digest for layer in layers)
+    assert node.layers.mounted() == sorted(layer.digest for layer in layers)
+    node.remove("box")
+    assert left_in(root) == []
+
+
+def test_what_is_in_use_is_not_suspended(root: str, layers: list[MountableLayer]) -> None:
+    node = Sandboxes(root)
+    sandbox = create(node, layers, id="box")
+    idle = create(node, layers, id="idle")
+    with subprocess.Popen(["sleep", "600"], cwd=sandbox.rootfs) as process:
+        try:
+            assert list(node.busy(["box", "idle", "nothing"])) == ["box"]
+            with pytest.raises(ConflictError, match=rf"sandbox box is in use by sleep \(pid {process.pid}, cwd\)"):
+                node.suspend("box")
+            with pytest.raises(ConflictError, match=rf"in use by sleep \(pid {process.pid}"):
+                node.suspend("box", holders=[])  # the kernel knows better than who was asked before
+            assert sandbox.stands
+            assert node.layers.users(layers[0].digest) == ["box", "idle"]
+            assert [holder.pid for holder in node.suspend("box", force=True)] == [process.pid]
+            assert not sandbox.stands
+        finally:
+            process.kill()
+    assert idle.stands
+    assert node.busy(["box", "idle"]) == {}
+    for name in ("box", "idle"):
+        node.remove(name)
+    assert left_in(root) == []
+
+
+def test_a_program_in_another_mount_namespace_is_in_the_way(root: str, layers: list[MountableLayer]) -> None:
+    """The kernel would let go of our mount, and a second one would share the upper with the one it has."""
+    node = Sandboxes(root)
+    sandbox = create(node, layers, id="box")
+    command = ["unshare", "--mount", "sh", "-c", f"cd {sandbox.rootfs} && echo there && exec sleep 600"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"there\n"
+            with pytest.raises(ConflictError, match=f"pid {process.pid}"):
+                node.suspend("box")
+            assert sandbox.stands
+        finally:
+            process.kill()
+    node.remove("box")
+    assert left_in(root) == []
+
+
+def test_a_mount_inside_is_in_the_way(root: str, layers: list[MountableLayer]) -> None:
+    node = Sandboxes(root)
+    sandbox = create(node, layers, id="box")
+    mount("tmpfs", sandbox.rootfs + "/src", "tmpfs", 0)
+    with pytest.raises(ConflictError, match="mounted in it"):
+        node.suspend("box")
+    assert sandbox.stands
+    assert node.suspend("box", force=True) == []
+    node.remove("box")
+    assert left_in(root) == []
+
+
+def test_a_receipt_is_replaced_as_a_whole(root: str, layers: list[MountableLayer]) -> None:
+    node = Sandboxes(root)
+    sandbox = create(node, layers, id="box", receipt={"a": 1})
+    Path(sandbox.directory, "state.new").write_text("left by a killed writer, and longer than what comes" * 100)
+    changed = node.update_receipt("box", {"b": [2]})
+    assert changed.state == replace(sandbox.state, receipt={"b": [2]})
+    assert node.get("box") == changed
+    assert os.listdir(sandbox.directory).count("state.new") == 0
+    with pytest.raises(UsageError, match="more than"):
+        node.update_receipt("box", {"b": "x" * (1 << 20)})
+    assert node.get("box") == changed
+    node.remove("box")
+    for call in (lambda: node.update_receipt("box", {}), lambda: node.suspend("box")):
+        with pytest.raises(NotFoundError, match="no sandbox box"):
+            call()
+    assert left_in(root) == []
+
+
+def test_a_receipt_that_can_not_be_written_leaves_the_old_one(
+    root: str, layers: list[MountableLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Sandboxes(root)
+    sandbox = create(node, layers, id="box", receipt={"a": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda fd, data: len(data) - 1)
+        with pytest.raises(NoSpaceError):
+            node.update_receipt("box", {"b": 2})
+    assert node.get("box") == sandbox
+    assert not Path(sandbox.directory, "state.new").exists()
+    node.remove("box")
 
 
 def test_resuming_what_is_not_there(root: str, layers: list[MountableLayer]) -> None:
@@ -540,6 +679,37 @@ def test_killed_at_any_point_of_removal(root: str, layers: list[MountableLayer])
     assert left_in(root) == []
 
 
+def test_killed_at_any_point_of_leaving_and_coming_back(root: str, layers: list[MountableLayer]) -> None:
+    """With other variants on the way: whatever was reached, it can be resumed, and removing it leaves nothing."""
+    variants = [replace(layer, variant="fuse-1") for layer in layers[:2]]
+    count, code = 0, -9
+    while code == -9:
+        count += 1
+        Path(create(Sandboxes(root), layers[:2], id="box").rootfs, "written").write_text("x")
+
+        def work(count: int = count) -> None:
+            fresh = Sandboxes(root)
+            die_at(count)
+            fresh.suspend("box")
+            fresh.resume("box", variants)
+
+        code = in_child(work)
+        node = Sandboxes(root)
+        node.recover()
+        (sandbox,) = node.list()
+        if count % 2 and not sandbox.stands:
+            sandbox = node.resume("box", layers[:2])
+        if sandbox.stands:
+            assert Path(sandbox.rootfs, "written").read_text() == "x"
+            assert Path(sandbox.rootfs, "etc/top").read_text() == "work\n"
+            attached = [key for key in node.layers.mounted() if node.layers.users(key)]
+            assert attached == sorted(sandbox.state.mounts)
+        node.remove("box")
+        assert left_in(root) == []
+    assert code == 0
+    assert count > 30
+
+
 def test_many_at_once_on_one_layer(root: str, layers: list[MountableLayer]) -> None:
     """The last one out and the next one in meet all the time, with recovery between them."""
     create(Sandboxes(root), layers[:1], id="warm")
@@ -692,6 +862,129 @@ def test_names_of_layers_and_users_are_no_paths(root: str, digest: str, user: st
         LayerMounts(root).detach(digest, user)
     with pytest.raises(UsageError):
         LayerMounts(root).attach(MountableLayer(digest, "/nowhere"), user)
+
+
+def test_variants_of_a_layer_are_mounted_side_by_side(root: str, layers: list[MountableLayer]) -> None:
+    node = Sandboxes(root)
+    direct = [replace(layers[0], variant="direct"), *layers[1:]]
+    plain = create(node, layers, id="plain")
+    other = create(node, direct, id="other", mode="direct")
+    assert node.layers.mounted() == sorted({layer.key for layer in [*layers, *direct]})
+    assert node.layers.users(layers[0].digest) == ["plain"]
+    assert node.layers.users(direct[0].key) == ["other"]
+    assert node.layers.users(layers[1].digest) == ["other", "plain"]
+    assert other.state.layers == plain.state.layers
+    assert other.state.chain == plain.state.chain
+    assert node.get("other").state.mounts == tuple(layer.key for layer in direct)
+    assert Path(other.rootfs, "data").read_bytes() == Path(plain.rootfs, "data").read_bytes()
+    assert node.recover() == []
+    node.remove("plain")
+    assert Path(other.rootfs, "etc/base").read_text() == "base\n"
+    node.remove("other")
+    assert left_in(root) == []
+
+
+def test_one_layer_in_two_variants_is_still_named_twice(root: str, layers: list[MountableLayer]) -> None:
+    with pytest.raises(UsageError, match="twice"):
+        create(Sandboxes(root), [layers[0], replace(layers[0], variant="direct")])
+
+
+def test_leftovers_of_variants_are_cleared(root: str, layers: list[MountableLayer]) -> None:
+    node = Sandboxes(root)
+    direct = [replace(layer, variant="direct") for layer in layers]
+    sandbox = create(node, direct, id="box")
+    os.link(f"{root}/layers/{direct[0].key}/lock", f"{root}/layers/{direct[0].key}/users/ghost")
+    os.mkdir(f"{root}/layers/{'ab' * 32}.fuse-7")
+    assert {(item.kind, os.path.relpath(item.path, root)) for item in node.recover()} == {
+        ("layer user", f"layers/{direct[0].key}/users/ghost"),
+        ("layer without users", f"layers/{'ab' * 32}.fuse-7"),
+    }
+    os.unlink(f"{sandbox.directory}/state.json")
+    assert [item.kind for item in node.recover()] == ["part of a sandbox"]
+    assert left_in(root) == []
+
+
+def test_a_state_from_before_variants(root: str, layers: list[MountableLayer]) -> None:
+    node = Sandboxes(root)
+    sandbox = create(node, layers, id="box")
+    path = Path(sandbox.directory, "state.json")
+    fields = json.loads(path.read_text())
+    assert fields.pop("mounts") == fields["layers"]
+    path.write_text(json.dumps(fields))
+    assert node.get("box") == sandbox
+    node.remove("box")
+    assert left_in(root) == []
+
+
+def test_a_layer_is_mounted_anew_under_its_users(root: str, layers: list[MountableLayer], tmp_path: Path) -> None:
+    node = Sandboxes(root)
+    key = layers[0].key
+    sandbox = create(node, layers[:1], id="old")
+    path = f"{root}/layers/{key}/mnt"
+    before = os.stat(path).st_dev
+    with open(path + "/data", "rb", buffering=0) as held:
+        moved = tmp_path / "moved"
+        moved.write_bytes(Path(layers[0].devices[0]).read_bytes())
+        node.layers.remount(key, layers[0].image, [str(moved)])
+        assert os.stat(path).st_dev != before
+        assert held.read() == Path(path, "data").read_bytes()
+    assert node.layers.users(key) == ["old"]
+    assert sum(mounted.target == os.fsencode(path) for mounted in mountinfo.read()) == 1
+    young = create(node, layers[:1], id="young")
+    for each in (sandbox, young):
+        assert Path(each.rootfs, "etc/base").read_text() == "base\n"
+        assert Path(each.rootfs, "data").read_bytes() == Path(path, "data").read_bytes()
+    for name in ("old", "young"):
+        node.remove(name)
+    assert left_in(root) == []
+
+
+def test_a_layer_that_lost_its_mount_is_mounted_anew(root: str, layers: list[MountableLayer]) -> None:
+    mounts = LayerMounts(root)
+    path = mounts.attach(layers[0], "one")
+    umount(path)
+    mounts.remount(layers[0].key, layers[0].image, layers[0].devices)
+    assert Path(path, "etc/base").read_text() == "base\n"
+    mounts.detach(layers[0].key, "one")
+    assert left_in(root) == []
+
+
+def test_the_old_mount_stays_where_a_new_one_fails(root: str, layers: list[MountableLayer]) -> None:
+    mounts = LayerMounts(root)
+    path = mounts.attach(layers[0], "one")
+    before = os.stat(path).st_dev
+    for image, devices in ((layers[0].image, ["/nowhere"]), (layers[0].image, []), ("/nowhere", layers[0].devices)):
+        with pytest.raises((NotFoundError, ConflictError)):
+            mounts.remount(layers[0].key, image, devices)
+        assert os.stat(path).st_dev == before
+    mounts.detach(layers[0].key, "one")
+    with pytest.raises(NotFoundError, match="nobody uses"):
+        mounts.remount(layers[0].key, layers[0].image, layers[0].devices)
+    assert left_in(root) == []
+
+
+def test_no_arrival_ever_sees_a_bare_directory(root: str, layers: list[MountableLayer]) -> None:
+    """Sandboxes are made while their layer is mounted anew, over and over."""
+    node = Sandboxes(root)
+    create(node, layers[:1], id="first")
+    child = os.fork()
+    if child == 0:
+        mounts = LayerMounts(root)
+        try:
+            while True:
+                mounts.remount(layers[0].key, layers[0].image, layers[0].devices)
+        finally:
+            os._exit(1)
+    try:
+        for number in range(150):
+            sandbox = create(node, layers[:1], id=f"box{number}")
+            assert Path(sandbox.rootfs, "etc/base").read_text() == "base\n"
+            node.remove(sandbox.id)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    node.remove("first")
+    assert left_in(root) == []
 
 
 def test_more_users_than_links_of_a_file(

@@ -17,8 +17,7 @@ from support.layouts import compress
 from support.tars import directory, file, hardlink, opaque, sparse_pax, symlink, tar, whiteout
 
 from layerstore.audit import ContentCheck
-from layerstore.cache.metadata import MetadataCache
-from layerstore.cache.packs import PackCache
+from layerstore.cache.cache import Cache
 from layerstore.compose import plan_stack
 from layerstore.digest import Digest
 from layerstore.errors import ConflictError, ImgtoolError, MalformedError
@@ -26,11 +25,10 @@ from layerstore.image import MANIFEST_MEDIA_TYPE, Role, load_image
 from layerstore.oci.descriptor import Descriptor
 from layerstore.pack.chunks import INLINE_LIMIT
 from layerstore.pack.format import BLOCK_SIZE
-from layerstore.progress import SILENT
 from layerstore.publish import Publisher
 from layerstore.store.verification import verify
 from layerstore.tree.union import listed_whiteouts
-from prefetch.fetch import fetch
+from prefetch.fetcher import Fetcher
 from prefetch.plan import plan_eager
 
 SETTINGS = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -278,15 +276,17 @@ def test_whatever_a_manifest_says_only_our_errors_leave(number: int, key: int, v
             )
         findings = list(verify(site.store, check=ContentCheck()))
         assert all(finding.message.isprintable() for finding in findings)
-        cache = site.path / "cache"
+        cache = Cache(str(site.path))
         try:
             image = load_image(site.store, "it")
             site.rows("it")
-            metadata, packs = MetadataCache(str(cache / "meta")), PackCache(str(cache / "packs"))
             for layer in image.layers:
-                metadata.ensure(layer, site.store)
-            fetch(plan_eager(image.layers, site.store, metadata, packs), site.store, packs, jobs=1, progress=SILENT)
+                cache.metadata.ensure(layer, site.store)
+            with Fetcher(lambda location: site.store, lambda wanted, hex: 0, threads=1) as fetcher:
+                fetcher.run(plan_eager(image.layers, cache, site.store))
         except ImgtoolError as error:
             assert str(error).isprintable()
             assert findings, "verify finds what can't be used"
+        finally:
+            cache.close()
         site.convert(site.tar(file("a", b"xyz" * 9000)), tag="again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +12,6 @@ from typing import Any
 
 import zstandard
 
-from layerstore.cache.cache import Cache
 from layerstore.cache.packs import CachedPack
 from layerstore.digest import Digest
 from layerstore.errors import CorruptError, ImgtoolError, NotFoundError, UnavailableError
@@ -45,30 +45,33 @@ class SmallPack:
 
 
 def small_pack(count: int = 40, *, size: int = 2 * BLOCK_SIZE, seed: int = 0, level: int = 1) -> SmallPack:
-    """A pack of ``count`` frames that no two have in common; other levels give other blobs of the same pack."""
-    frames = tuple(noise(size // 2, seed * 100_003 + number) + bytes(size - size // 2) for number in range(count))
-    compressor = zstandard.ZstdCompressor(level=level)
-    if level > 1:  # noise compresses the same at every level
-        compressor = zstandard.ZstdCompressor(level=level, write_checksum=True)
-    parts = [compressor.compress(frame) for frame in frames]
-    data = b"".join(parts)
-    at, records = 0, b""
-    for number, (part, frame) in enumerate(zip(parts, frames, strict=True)):
-        records += FrameRecord(at, number * size, hashlib.sha256(frame).digest()).pack()
-        at += len(part)
+    """A pack of ``count`` frames that no two packs have in common; other levels give other blobs of the same pack."""
+    half = size // 2
+    return pack_frames([noise(half, seed * 100_003 + number) + bytes(size - half) for number in range(count)], level)
+
+
+def pack_frames(frames: Sequence[bytes], level: int = 1) -> SmallPack:
+    # Noise compresses the same at every level.
+    compressor = zstandard.ZstdCompressor(level=level, write_checksum=level > 1)
+    data, records, raw = b"", b"", b"".join(frames)
+    at = 0
+    for frame in frames:
+        records += FrameRecord(len(data), at, hashlib.sha256(frame).digest()).pack()
+        data += compressor.compress(frame)
+        at += len(frame)
     chunks = ChunkListHeader(0).pack()
-    index = FrameIndexHeader(count * size, count).pack() + records
+    index = FrameIndexHeader(len(raw), len(frames)).pack() + records
     head = SkippableHeader.STRUCT.size
     blob = data + skippable(chunks) + skippable(index)
     stored = StoredPack(
-        Digest.of(b"".join(frames)),
-        count * size,
+        Digest.of(raw),
+        len(raw),
         Digest.of(blob),
         len(blob),
         Span(len(data) + 2 * head + len(chunks), len(index), Digest.of(index)),
         Span(len(data) + head, len(chunks), Digest.of(chunks)),
     )
-    return SmallPack(stored, blob, frames)
+    return SmallPack(stored, blob, tuple(frames))
 
 
 Fault = Callable[[int, int, bytes], bytes]
@@ -101,10 +104,10 @@ class FaultyStore:
 
     def open(self, digest: Digest) -> FaultyBlob:
         self.on_open()
-        with self._lock:
-            self.opened += 1
         if digest not in self.blobs:
             raise NotFoundError(f"blob {digest} is not in {self.location}")
+        with self._lock:
+            self.opened += 1
         return FaultyBlob(self, digest, self.blobs[digest])
 
     def read(self, blob: FaultyBlob, offset: int, length: int) -> bytes:
@@ -307,16 +310,7 @@ class Watching:
 
 def read_back(pack: CachedPack, small: SmallPack, numbers: Iterable[int]) -> None:
     """These frames are READY, and right."""
-    import os
-
     for number in numbers:
         assert pack.frames.is_ready(range(number, number + 1)), f"frame {number} is not ready"
         offset, length = pack.index.raw_range(number)
         assert os.pread(pack.data_fd, length, offset) == small.frames[number], f"frame {number} is wrong"
-
-
-def admit(cache: Cache, small: SmallPack, *stores: FaultyStore) -> CachedPack:
-    """The pack in the cache, with these stores as its origins, the first one first."""
-    for store in reversed(stores):
-        cached = cache.pack(small.stored, store)  # type: ignore[arg-type]
-    return cached

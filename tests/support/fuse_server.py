@@ -83,13 +83,19 @@ class Worker:
             if decision == "fill":
                 self.fill(message)
             elif decision == "fail":
-                self.link.send({"failed": message["want"], "why": "the test says so"})
+                self._say({"failed": message["want"], "why": "the test says so"})
             elif decision == "lie":
-                self.link.send({"got": message["want"]})
+                self._say({"got": message["want"]})
 
     def fill(self, want: Message) -> None:
         self._packs[want["pack"]].fill(range(want["first"], want["first"] + want["count"]))
-        self.link.send({"got": want["want"]})
+        self._say({"got": want["want"]})
+
+    def _say(self, message: Message) -> None:
+        try:
+            self.link.send(message)
+        except OSError:  # this worker is dying
+            pass
 
     def let_go(self) -> None:
         while self.held:

@@ -230,6 +230,7 @@ class StoreServer:
     Attributes:
         root: what is served.
         listing: whether directories are listed, as nginx does in JSON.
+        port: of 127.0.0.1; 0 takes a free one.
         connections: how many were made.
         stalled: released once by each request that ``stall`` holds.
         closing: set when the server is about to close.
@@ -237,6 +238,7 @@ class StoreServer:
 
     root: str
     listing: bool = False
+    port: int = 0
     connections: int = 0
     stalled: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     closing: threading.Event = field(default_factory=threading.Event)
@@ -244,16 +246,13 @@ class StoreServer:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._orders: list[_Order] = []
-        self._requests: list[str] = []
+        self._requests: list[tuple[str, Mapping[str, str]]] = []
         self._sent: list[tuple[str, int]] = []
         self._open: set[socket.socket] = set()
-        self._server = _Server(self)
+        self._server = _Server(self, self.port)
+        self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=lambda: self._server.serve_forever(0.01), name="store server")
         self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_address[1])
 
     @property
     def url(self) -> str:
@@ -272,7 +271,12 @@ class StoreServer:
     def requests(self, path: str = "") -> int:
         """How many there were for paths that contain ``path``."""
         with self._lock:
-            return sum(path in each for each in self._requests)
+            return sum(path in each for each, _ in self._requests)
+
+    def headers(self, path: str = "") -> list[Mapping[str, str]]:
+        """Of these requests, names in lower case."""
+        with self._lock:
+            return [headers for each, headers in self._requests if path in each]
 
     def sent(self, path: str = "") -> int:
         """Bytes of answers, headers included."""
@@ -293,6 +297,8 @@ class StoreServer:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        if self.closing.is_set():
+            return
         self.closing.set()
         self._server.shutdown()
         self._thread.join()
@@ -325,10 +331,10 @@ class StoreServer:
         with self._lock:
             self._open.discard(connection)
 
-    def fault_for(self, path: str) -> Fault | None:
+    def fault_for(self, path: str, headers: Mapping[str, str]) -> Fault | None:
         """Counts the request, too."""
         with self._lock:
-            self._requests.append(path)
+            self._requests.append((path, headers))
             for order in self._orders:
                 if order.path in path and order.left != 0:
                     if order.left is not None:
@@ -384,9 +390,11 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = False
     request_queue_size = 128
 
-    def __init__(self, owner: StoreServer) -> None:
+    allow_reuse_address = True
+
+    def __init__(self, owner: StoreServer, port: int) -> None:
         self.owner = owner
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", port), _Handler)
 
     def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
         request.close()  # without the FIN that the method of the library sends: a reset has to be one
@@ -415,15 +423,15 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def _exchange(self, owner: StoreServer) -> bool:
         line = self.rfile.readline(65_537).decode("latin-1")
-        if not line:
-            return False
-        _, target, _ = line.split()
+        parts = line.split()
+        if len(parts) != 3:
+            return False  # the end, or no HTTP
         headers = {}
         while (header := self.rfile.readline(65_537).decode("latin-1").strip()) != "":
             name, _, value = header.partition(":")
             headers[name.lower()] = value.strip()
-        exchange = owner.right_answer(self.connection, target, headers)
-        fault = owner.fault_for(exchange.path)
+        exchange = owner.right_answer(self.connection, parts[1], headers)
+        fault = owner.fault_for(exchange.path, headers)
         if fault is None:
             exchange.answer()
         else:

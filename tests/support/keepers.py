@@ -6,21 +6,19 @@ import errno
 import gc
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from overlay.lazy import fanotify, keeper
-from overlay.lazy.journal import Journal
+from overlay.lazy.journal import CAPACITY, Journal
 from overlay.lazy.link import Link, Message
 from support.lazy_images import SparsePack
 
@@ -36,15 +34,22 @@ def until(condition: Callable[[], object], what: str, patience: float = PATIENCE
         time.sleep(0.005)
 
 
+def open_descriptors() -> set[int]:
+    """Of this process."""
+    with os.scandir("/proc/self/fd") as entries:
+        listed = {int(entry.name): os.readlink(entry.path) for entry in entries}
+    return {fd for fd, target in listed.items() if target != f"/proc/{os.getpid()}/fd"}
+
+
 class Keeper:
     """Group and journal, and the keeper's process, which can be killed and started again.
 
     ``with`` ends it, and whoever still reads gets whatever there is.
     """
 
-    def __init__(self, directory: Path, *, deadline: float = 10.0) -> None:
+    def __init__(self, directory: Path, *, deadline: float = 10.0, capacity: int = CAPACITY) -> None:
         self.group = fanotify.init()
-        self.journal = Journal.create()
+        self.journal = Journal.create(capacity)
         self.deadline = deadline
         self.pid = 0
         self._log = directory / "keeper.log"
@@ -72,18 +77,14 @@ class Keeper:
         log = os.open(self._log, os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 2)
         mine = {0, 1, 2, self.group, self.journal.fd, holder.fileno(), *(fd for pair in packs.values() for fd in pair)}
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) not in mine:
-                try:
-                    os.close(int(name))
-                except OSError:
-                    pass  # the one that listed them
+        for fd in open_descriptors() - mine:
+            os.close(fd)
 
         def line(event: str, **fields: object) -> None:
             os.write(2, json.dumps({"event": event, **fields}).encode() + b"\n")
 
         kept = keeper.run(self.group, self.journal.fd, holder, packs, deadline=self.deadline, log=line)
-        line("ended", packs=sorted(kept.packs), open=sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1])
+        line("ended", packs=sorted(kept.packs), open=sorted(open_descriptors()))
 
     def log(self, event: str | None = None) -> list[dict[str, Any]]:
         """The lines of all keepers so far, or those with this event."""
@@ -113,12 +114,12 @@ class Keeper:
         return ours
 
     def stats(self, link: Link) -> Message:
-        """Ask over a link that nobody else reads and on which nothing is wanted."""
+        """Ask over a link that nobody else reads. Wants that come with the answer are lost."""
         link.send({"stats": 1})
-        received = link.receive()
-        assert received is not None
-        assert received[0].pop("stats") == 1
-        return received[0]
+        while (received := link.receive()) is not None:
+            if received[0].pop("stats", None) == 1:
+                return received[0]
+        raise AssertionError("no answer")
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
@@ -156,6 +157,7 @@ class Worker:
         self._link = link
         self._packs = {pack.hex: pack for pack in packs}
         self._answer = answer or self.fill
+        self._closed = False
         self.wants: list[Message] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         link.settimeout(None)
@@ -175,11 +177,14 @@ class Worker:
             if answer is not None:
                 try:
                     self._link.send(answer)
-                except BrokenPipeError:
+                except (BrokenPipeError, ConnectionResetError):
                     return
 
     def close(self) -> None:
-        """End as a worker that is killed does."""
+        """End as a worker that is killed does. Closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         with socket.socket(fileno=os.dup(self._link.fileno())) as connection:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -229,6 +234,7 @@ class Reader:
             [sys.executable, "-ISc", _READ, str(path), str(offset), str(length), how],
             stdout=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
+            bufsize=0,
         )
         self.pid = self._process.pid
         self._is_reading = False
@@ -256,19 +262,16 @@ class Reader:
         return self._process.returncode or data
 
     def kill(self) -> None:
+        """SIGKILL; returns when it is gone. Whoever has its outcome needs none."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait(PATIENCE)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-@contextmanager
-def readers(*made: Reader) -> Iterator[tuple[Reader, ...]]:
-    """End those that are left when the block does."""
-    try:
-        yield made
-    finally:
-        for reader in made:
-            reader.kill()
-
-
-def readable(fd: int, patience: float = PATIENCE) -> bool:
-    return bool(select.select([fd], [], [], patience)[0])
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()

@@ -87,9 +87,9 @@ def lazy_image(
 ) -> Iterator[LazyImage]:
     """A layer in ``directory``, on a file system that EROFS can be mounted from.
 
-    Its files take 16 KiB pieces of each pack in turns, so that with one pack a file is in one piece, the files one after
-    the other in the order given. By default there are ``a`` of 1 MiB and ``b`` of 300,001 bytes. ``extra`` is more of
-    the tree, see :func:`support.sandboxes.tree`.
+    Its files take 16 KiB pieces of each pack in turns, so that with one pack a file is in one piece, and the files are
+    one after the other, in the order of their names. By default there are ``a`` of 1 MiB and ``b`` of 300,001 bytes.
+    ``extra`` is more of the tree, see :func:`support.sandboxes.tree`.
     """
     if files is None:
         files = {"a": noise(1 << 20, 1), "b": noise(300_001, 2)}

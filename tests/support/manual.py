@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 from support.tools import CHECKOUT
 
 MANUAL = CHECKOUT / "docs" / "cli.md"
@@ -26,6 +28,13 @@ class Example:
     command: str
     output: str
     code: int = 0
+
+
+def options_of(command: click.Command) -> list[str]:
+    """All spellings of its options; of a group, those of its commands."""
+    if isinstance(command, click.Group):
+        return [option for below in command.commands.values() for option in options_of(below)]
+    return [option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts]
 
 
 def examples(*, root: bool, manual: Path = MANUAL) -> Iterator[Example]:

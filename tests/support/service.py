@@ -198,7 +198,7 @@ class FakeService:
         if self.made and not force:
             raise ConflictError("sandboxes are in use: " + ", ".join(self.made))
         self.on_stop()
-        return {"stopped": True, "removed": list(self.made)}
+        return {"stopped": True, "killed": [4711] if force else []}
 
     def metrics(self) -> bytes:
         self._called("metrics")

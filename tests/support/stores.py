@@ -138,6 +138,16 @@ def index(*images: Sample) -> Sample:
     return document({"manifests": [each.target.to_json() for each in images]}, images, INDEX)
 
 
+def packed(raw: bytes, data: bytes) -> Sample:
+    """An image with one pack, whose raw form isn't among its blobs."""
+    notes = {
+        "org.erofs.role": "device",
+        "org.erofs.uncompressed-digest": str(Digest.of(raw)),
+        "org.imgtool.uncompressed-size": str(len(raw)),
+    }
+    return document({"layers": [{**descriptor(data).to_json(), "annotations": notes}]}, [data])
+
+
 def put(store: WriteStore, data: bytes) -> Digest:
     digest = Digest.of(data)
     with store.upload() as upload:

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.manual import options_of
 
 from imgtool.cli import VERBS
 from imgtool.exitcodes import MEANING, ExitCode
@@ -52,7 +53,7 @@ def test_every_verb_has_its_help_and_examples() -> None:
         assert command.name == verb
         assert command.short_help == text
         assert "Examples:" in command.epilog
-        assert any("--json" in parameter.opts for parameter in command.params), f"{verb} has no --json"
+        assert "--json" in options_of(command), f"{verb} has no --json"
 
 
 def test_every_exit_code_has_one_meaning_and_every_error_a_code() -> None:

@@ -21,6 +21,7 @@ import pytest
 from support.conversions import Site, noise
 from support.faults import failing, fsync_for_free
 from support.layouts import OCI_LAYER
+from support.manual import options_of
 from support.tars import directory, fifo, file, hardlink, opaque, sparse_gnu, symlink, tar, whiteout
 from support.tools import CHECKOUT
 
@@ -159,7 +160,7 @@ def test_every_example_of_the_help_parses(capsys: pytest.CaptureFixture[str]) ->
     """Options that the examples use exist."""
     for verb in VERBS:
         command = importlib.import_module(f"imgtool.commands.{verb}").command
-        known = {option for parameter in command.params for option in parameter.opts} | {"--"}
+        known = {*options_of(command), "--"}
         for line in command.epilog.splitlines():
             for words in re.findall(rf"imgtool {verb} ([^|&]*)", line):
                 own = words.split(" -- ")[0]
@@ -550,7 +551,9 @@ def test_verify(shop: Shell) -> None:
 
 def test_ps_of_nothing(shell: Shell) -> None:
     assert shell.ok("ps", "--json").json == []
-    assert shell.ok("ps").out.split() == ["ID", "IMAGE", "MODE", "STATE", "AGE", "ROOTFS"]
+    assert shell.ok("ps").out.split() == [
+        "ID", "IMAGE", "MODE", "BACKEND", "STATE", "AGE", "LATE", "WAITED", "ROOTFS",
+    ]  # fmt: skip
 
 
 def test_sandboxes_need_root_and_say_so_in_one_line(shop: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

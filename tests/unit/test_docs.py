@@ -15,7 +15,7 @@ import click
 import pytest
 from support.conversions import noise
 from support.layouts import Layout, Saved, compress, docker_archive
-from support.manual import MANUAL, Example, examples, fits
+from support.manual import MANUAL, Example, examples, fits, options_of
 from support.tars import directory, file, hardlink, symlink, tar, whiteout
 from support.tools import CHECKOUT
 
@@ -111,7 +111,7 @@ def test_the_examples_that_need_root_use_options_that_exist() -> None:
     assert len(found) >= 5
     for example in found:
         for verb, rest in re.findall(r"imgtool ([a-z]+)([^|;&]*)", example.command):
-            known = set(_options(_command(verb)))
+            known = set(options_of(_command(verb)))
             own = rest.split(" -- ")[0]
             assert set(re.findall(r"(?<!\S)--[a-z-]+", own)) <= known, f"{MANUAL.name}:{example.line}"
 
@@ -119,10 +119,6 @@ def test_the_examples_that_need_root_use_options_that_exist() -> None:
 def _command(verb: str) -> click.Command:
     command: click.Command = importlib.import_module(f"imgtool.commands.{verb}").command
     return command
-
-
-def _options(command: click.Command) -> list[str]:
-    return [option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts]
 
 
 def _section(verb: str) -> str:
@@ -135,10 +131,10 @@ def _section(verb: str) -> str:
 def test_every_verb_and_option_is_in_the_manual(verb: str) -> None:
     section = _section(verb)
     common = {"--json", "--store", "--root", "--jobs"}
-    own = [option for option in _options(_command(verb)) if option.startswith("--") and option not in common]
+    own = [option for option in options_of(_command(verb)) if option.startswith("--") and option not in common]
     assert [option for option in own if not re.search(rf"(?<![\w-]){option}(?![\w-])", section)] == []
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"```.*?```", "", section, flags=re.DOTALL)))
-    elsewhere = {option for other in VERBS for option in _options(_command(other))}
+    elsewhere = {option for other in VERBS for option in options_of(_command(other))}
     assert mentioned <= elsewhere, "options that no verb has"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from support.fuse_server import PATIENCE, Worker, until
 from support.lazy_images import SparsePack, noise
+from support.tools import CHECKOUT
 
 from layerstore.cache.framemap import MISSING, UNVERIFIED, FrameMap
 from layerstore.errors import MalformedError, UnsupportedError
@@ -504,4 +506,6 @@ def test_no_mfusepy_is_told_and_the_environment_is_as_before(
 
 
 def test_the_binding_is_imported_by_the_server_alone() -> None:
-    assert "mfusepy" not in sys.modules
+    script = "import sys, overlay.lazy.fuse, overlay.probe; print('mfusepy' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=CHECKOUT)
+    assert said.stdout == "False\n"

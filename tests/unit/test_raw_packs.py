@@ -34,6 +34,7 @@ from layerstore.errors import (
     UsageError,
 )
 from layerstore.image import Role
+from layerstore.oci.descriptor import Descriptor
 from layerstore.oci.source_name import SourceName
 from layerstore.pack.stored import StoredPack
 from layerstore.rawpacks import RawState, is_raw, packs_of, plan_removal, publish_raw, remove_raw, store_raw
@@ -42,8 +43,8 @@ from layerstore.store.collect import collect, plan_collection
 from layerstore.store.copying import copy
 from layerstore.store.directory import DirectoryStore
 from layerstore.store.memory import MemoryStore
-from layerstore.store.protocol import LocalStore
-from layerstore.store.verification import Fault, verify
+from layerstore.store.protocol import LocalStore, Store
+from layerstore.store.verification import Fault, Finding, verify
 
 BASE = tar(*(file(f"f{number}", noise(200_000, number)) for number in range(4)))
 WORK = tar(file("new", noise(300_000, 9)), file("same", noise(200_000, 1)))
@@ -395,9 +396,13 @@ def test_a_damaged_raw_pack_hides_nothing_else(shop: Site) -> None:
     publish_raw(shop.store, ["base"])
     (pack,) = packs_of(shop.store, ["base"])
     shop.flip(pack.digest)
-    checked = []
-    for finding in verify(shop.store, check=lambda store, name, target: checked.append(name) or ()):
-        assert finding.fault is Fault.CORRUPT
+    checked: list[str] = []
+
+    def check(store: Store, name: str, target: Descriptor) -> list[Finding]:
+        checked.append(name)
+        return []
+
+    assert {finding.fault for finding in verify(shop.store, check=check)} == {Fault.CORRUPT}
     assert checked == ["base", "work"]
 
 

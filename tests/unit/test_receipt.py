@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.faults import fsync_for_free
+from support.receipts import RECEIPT
 
 from layerstore.digest import Digest
 from layerstore.errors import ImgtoolError, MalformedError, NotFoundError, UnsupportedError, UsageError
@@ -28,7 +29,6 @@ from overlay.service.receipt import (
     REASONS,
     Host,
     LayerRecord,
-    Named,
     Read,
     Reason,
     Receipt,
@@ -38,23 +38,6 @@ from overlay.service.receipt import (
 )
 from overlay.service.receipts import KEPT_SECONDS, Receipts
 from overlay.service.written import Written, written
-
-LAYER = LayerRecord("base", "sha256:" + "a" * 64, ("sha256:" + "b" * 64,))
-RECEIPT = Receipt(
-    id="box",
-    started="2026-11-30T10:00:00.000Z",
-    images=(Named("base", "debian", "sha256:" + "c" * 64),),
-    layers=(LAYER,),
-    chain=chain_of(["a" * 64]),
-    store="/store",
-    mode="lazy",
-    backend="fanotify",
-    why="the kernel has pre-content events",
-    verification=Verification.VERIFIED,
-    host=Host("6.18", "boot", erofs=("chunked_file",), overlay={"index": "N"}),
-    ttl=60.0,
-    carried={"resources": {"cpu": 4}, "network": {"mode": "none"}, "labels": {"a": "b"}},
-)
 
 
 def test_a_receipt_of_a_standing_and_of_an_ended_sandbox_round_trips() -> None:

@@ -22,6 +22,7 @@ from support.stores import (
     document,
     image,
     index,
+    packed,
     publish,
     put,
     put_missing,
@@ -119,6 +120,30 @@ def test_deleting_one_tag_keeps_what_others_reach(bench: Bench) -> None:
     unpublish(bench.store, "tag3")
     sweep(bench)
     assert assert_sound(bench.store) == all_blobs(bench.store) == artifact.blobs.keys()
+
+
+@pytest.mark.case("M07")
+def test_raw_forms_stay_as_long_as_a_pack_that_names_them(bench: Bench) -> None:
+    one, two = packed(b"raw", b"level 1"), index(packed(b"raw", b"level 2"))
+    publish(bench.store, "one", one)
+    publish(bench.store, "two", two)
+    raw, other = put(bench.store, b"raw"), put(bench.store, b"raw form of nothing")
+    assert sweep(bench) == {other}
+    unpublish(bench.store, "one")
+    assert sweep(bench) == one.blobs.keys()
+    plan = plan_collection(bench.store, grace=0)
+    unpublish(bench.store, "two")
+    publish(bench.store, "other", image(b"other"))
+    assert collect(bench.store, plan).deleted == ()
+    assert sweep(bench) == two.blobs.keys() | {raw}
+
+
+def test_marking_raw_forms_asks_for_none_of_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(bench.store, "one", packed(b"raw", b"packed"))
+    documents = Documents(bench.store)
+    plan = plan_collection(bench.store, grace=0, documents=documents)
+    monkeypatch.setattr(bench.store, "stat", None)
+    assert plan_collection(bench.store, grace=0, documents=documents) == plan
 
 
 @pytest.mark.case("G05")

@@ -26,6 +26,8 @@ from layerstore.errors import (
     UnsupportedError,
 )
 from layerstore.store.directory import DirectoryStore
+from layerstore.store.memory import MemoryStore
+from layerstore.store.protocol import LocalStore
 
 
 @pytest.fixture
@@ -81,6 +83,17 @@ def test_the_layout(bench: DirectoryBench) -> None:
             ]
         )
     assert bench.leftovers() == []
+
+
+def test_blobs_are_files_whose_paths_can_be_had(bench: DirectoryBench) -> None:
+    store = bench.store
+    assert isinstance(store, LocalStore)
+    assert not isinstance(MemoryStore(), LocalStore)
+    digest = put(store, b"blob")
+    assert Path(store.local_path(digest)).read_bytes() == b"blob"
+    absent = Path(store.local_path(Digest.of(b"absent")))
+    assert absent.is_absolute()
+    assert not absent.exists()
 
 
 @pytest.mark.case("Z11")

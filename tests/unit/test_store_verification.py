@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.stores import (
     document,
     image,
     index,
+    packed,
     publish,
     put,
     put_missing,
@@ -90,6 +92,57 @@ def test_quarantine_makes_room_for_the_right_bytes(bench: Bench) -> None:
     assert facts(verify(bench.store)) == {("missing", digest, "one")}
     publish(bench.store, "one", sample)
     assert list(verify(bench.store)) == []
+
+
+@pytest.mark.case("C05")
+@pytest.mark.parametrize("damage", [b"RAW", b"ra", b"", b"raw and more"])
+def test_a_damaged_raw_form_takes_nothing_with_it(bench: Bench, damage: bytes) -> None:
+    publish(bench.store, "one", packed(b"raw", b"packed"))
+    digest = put(bench.store, b"raw")
+    assert list(verify(bench.store)) == []
+    bench.damage(digest, damage)
+    checked: list[str] = []
+
+    def check(store: Store, name: str, target: Descriptor) -> list[Finding]:
+        checked.append(name)
+        return []
+
+    findings = list(verify(bench.store, check=check))
+    assert facts(findings) == {("corrupt", digest, None), ("corrupt", digest, "one")}
+    assert [finding.raw for finding in findings] == [False, True]
+    assert "only direct mounts need it" in findings[1].message
+    assert checked == ["one"]
+    assert facts(verify(bench.store, quarantine=True)) == {("corrupt", digest, None)}
+    assert list(verify(bench.store)) == []
+
+
+def test_a_raw_form_of_another_size_than_said(bench: Bench) -> None:
+    sample = packed(b"raw", b"packed")
+    data = sample.blobs[sample.target.digest].replace(b'"3"', b'"4"')
+    wrong = Sample(descriptor(data, sample.target.media_type), {**sample.blobs, Digest.of(data): data})
+    publish(bench.store, "one", wrong)
+    put(bench.store, b"raw")
+    (finding,) = verify(bench.store)
+    assert (finding.fault, finding.digest, finding.raw) == (Fault.SIZE, Digest.of(b"raw"), True)
+
+
+def test_a_bad_blob_that_is_a_raw_form_too_is_required(bench: Bench) -> None:
+    one = packed(b"raw", b"packed")
+    both = document(
+        {"layers": [*json.loads(one.blobs[one.target.digest])["layers"], descriptor(b"raw").to_json()]},
+        [b"packed", b"raw"],
+    )
+    publish(bench.store, "one", both)
+    bench.damage(Digest.of(b"raw"), b"RAW")
+    checked: list[str] = []
+
+    def check(store: Store, name: str, target: Descriptor) -> list[Finding]:
+        checked.append(name)
+        return []
+
+    findings = list(verify(bench.store, check=check))
+    assert [finding.raw for finding in findings] == [False, True, False]
+    assert checked == []
 
 
 def test_missing_blobs_are_named_each(bench: Bench) -> None:
