@@ -61,6 +61,7 @@ def command(
     """
     if (name is None) == (path is None):
         raise UsageError("name an image, or give a description with -f")
+    require_root()
     asked: dict[str, object] = {
         "mode": mode,
         "backend": backend,
@@ -78,7 +79,6 @@ def command(
         request = _described(path, asked, store, root)
     if bundle is not None and (request.count > 1 or request.isolation == "none"):
         raise UsageError("--bundle is for one sandbox, of isolation container")
-    require_root()
     with service_start.service(root_path(root)) as client:
         with progress.shown() as drawn:
             made = client.create(request, drawn)

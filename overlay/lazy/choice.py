@@ -13,6 +13,7 @@ from overlay.lazy.fuse import find_library
 from overlay.mountapi import filesystem_name
 
 FANOTIFY, FUSE, EAGER = "fanotify", "fuse", "eager"
+FUSE_DEVICE = "/dev/fuse"
 
 
 def choose_backend(root: str) -> tuple[str, str]:
@@ -57,9 +58,9 @@ def fuse_works() -> str | None:
     if os.geteuid() != 0:
         return "it needs root"
     try:
-        os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
+        os.close(os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
-        return f"/dev/fuse: {error.strerror}"
+        return f"{FUSE_DEVICE}: {error.strerror}"
     if importlib.util.find_spec("mfusepy") is None:
         return "the Python package mfusepy is not installed"
     try:

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from layerstore.errors import ImgtoolError, UnavailableError
-from overlay.lazy.holder import WORKER, Log, connect
+from overlay.lazy.holder import SUCCESSION, WORKER, Log, connect
 from overlay.lazy.link import Link, Message
 
 PATIENCE = 20.0
 """Seconds until a request to the holder is given up: a keeper is started anew in far less."""
-_ORPHANED = 10.0
-"""Seconds without any holder after which the worker starts one: the keeper would have done it by then."""
 
 
 class _Pending:
@@ -116,7 +114,7 @@ class Custody:
 
     def _listen(self) -> None:
         while not self._closed:
-            link = connect(self._directory, WORKER, patience=_ORPHANED)
+            link = connect(self._directory, WORKER, patience=SUCCESSION / 2)
             if link is None:
                 self._log("no holder and no keeper", level="error")
                 self._orphaned()

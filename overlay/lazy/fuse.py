@@ -17,13 +17,12 @@ set. It is imported in the server process alone.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import select
 import signal
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,8 +96,17 @@ def load_binding() -> Any:
     return mfusepy
 
 
-def run(directory: str, holder: Link, *, deadline: float, log: Log) -> None:
-    """Serve packs in ``directory``, made if it is missing, until the holder says ``end`` or is gone.
+def run(
+    directory: str,
+    holder: Link,
+    *,
+    deadline: float,
+    log: Log,
+    successor: Callable[[], Link | None] = lambda: None,
+) -> None:
+    """Serve packs in ``directory``, made if it is missing, until the holder says ``end`` or is gone for good.
+
+    ``successor`` is asked for a link to a holder's successor; None: there is none.
 
     Reads fail ``deadline`` seconds after they began; so does what still waits, and all that comes later through EROFS
     mounts over these files, when this returns. Nothing is left mounted.
@@ -115,7 +123,11 @@ def run(directory: str, holder: Link, *, deadline: float, log: Log) -> None:
         raise PermissionError_("the FUSE server needs root: other users read through it")
     if not os.path.exists("/dev/fuse"):
         raise UnsupportedError("this kernel has no FUSE (/dev/fuse): `modprobe fuse`")
-    with _directory(directory), _signals_ignored(), _Server(binding, directory, holder, deadline, log) as server:
+    with (
+        _directory(directory),
+        _signals_ignored(),
+        _Server(binding, directory, holder, deadline, log, successor) as server,
+    ):
         server.serve()
 
 
@@ -214,10 +226,19 @@ class _Bell:
 class _Server:
     """One mount, from the first request of the kernel to the last."""
 
-    def __init__(self, binding: Any, directory: str, holder: Link, deadline: float, log: Log) -> None:
+    def __init__(
+        self,
+        binding: Any,
+        directory: str,
+        holder: Link,
+        deadline: float,
+        log: Log,
+        successor: Callable[[], Link | None],
+    ) -> None:
         self._binding = binding
         self._directory = directory
         self._holder = holder
+        self._successor = successor
         self._log = log
         self._worker: Link | None = None
         self._bell = _Bell()
@@ -279,7 +300,7 @@ class _Server:
             if self._serving.is_set() and not self._told:
                 self._told = True
                 self._log("FUSE mounted", directory=printable(self._directory))
-                if not self._say({"mounted": True}):
+                if not self._say({"mounted": True, "directory": self._directory}):
                     return
             if not self._listen():
                 return
@@ -344,8 +365,7 @@ class _Server:
         except OSError:
             received = None
         if received is None:
-            self._log("the holder is gone", level="warning")
-            return False
+            return self._meet_successor()
         message, fds = received
         hex = message.get("guard", message.get("release"))
         if "guard" in message:
@@ -371,7 +391,16 @@ class _Server:
         """Whether the holder is there to hear it."""
         try:
             self._holder.send(message)
-        except OSError as error:
-            self._log("the holder is gone", level="warning", error=os.strerror(error.errno or errno.EIO))
-            return False
+        except OSError:
+            return self._meet_successor()
         return True
+
+    def _meet_successor(self) -> bool:
+        """The holder is gone: go on with its successor, which doesn't know of us."""
+        self._log("the holder is gone", level="warning")
+        link = self._successor()
+        if link is None:
+            return False
+        self._holder.close()
+        self._holder = link
+        return not self._told or self._say({"mounted": True, "directory": self._directory})

@@ -16,6 +16,7 @@ from layerstore.cache.packs import CachedPack
 from layerstore.errors import UnavailableError
 from overlay.lazy.custody import Custody
 from overlay.lazy.holder import FUSE, KEEPER
+from overlay.mountapi import MNT_DETACH, umount
 
 
 class Backend(Protocol):
@@ -85,8 +86,14 @@ class FuseBackend:
     def lost(self) -> None:
         """The server ended."""
         with self._lock:
+            dead = self.mount_point
             self._running = False
             self._generation += 1
+        try:
+            umount(dead, MNT_DETACH)
+            os.rmdir(dead)
+        except OSError:
+            pass  # somebody has been faster
 
     def guard(self, pack: CachedPack) -> str:
         with self._lock:

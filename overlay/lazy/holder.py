@@ -32,6 +32,8 @@ _STEADY = 30.0
 """Seconds after which a process counts as running well."""
 _SOON = 2.0
 """Seconds in which processes that are alive have to say hello to a new holder."""
+SUCCESSION = 10.0
+"""Seconds in which there is a successor of a holder, whoever starts it."""
 _MOMENT = 0.3
 """Seconds that a keeper waits for a holder before it starts one. Nobody answers readers meanwhile."""
 
@@ -461,6 +463,7 @@ class Holder:
     def _from_front(self, front: _Member, message: Message) -> None:
         if "mounted" in message:
             front.serves = True
+            self._fuse_directory = str(message.get("directory", self._fuse_directory))
             self._answer(("", FUSE), None)
             return
         why: str | None = None
@@ -514,7 +517,7 @@ class Holder:
         held = self._holdings
         own = [fd for fd in (held.lock, held.listening, held.group, held.journal) if fd is not None]
         try:
-            link.send({"own": len(own), "packs": len(held.packs), "directory": self._fuse_directory}, own)
+            link.send({"own": len(own), "packs": len(held.packs)}, own)
             for hex, fds in held.packs.items():
                 link.send({"pack": hex, "fronts": sorted(held.fronts[hex])}, fds)
             link.settimeout(_SOON)

@@ -207,6 +207,7 @@ _KINDS = {
 }
 _PATTERNS = {
     "^/": "has to be an absolute path",
+    "^(/|[A-Za-z][A-Za-z0-9+.-]*://)": "has to be an absolute path or a URL",
     "^([^/]+/)?v1$": "is not version v1, the one that this release reads",
     "^[a-z0-9][a-z0-9._-]{0,62}$": ("is no id: 1 to 63 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"),
 }

@@ -21,6 +21,8 @@ ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 
 ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 """The grammar of sandbox ids, which is that of :data:`overlay.layers.USER`: here without all that mounting imports."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+"""As in :mod:`layerstore.store.opening`: here without all that stores import."""
 NAME_LIMIT = 512
 """Characters of a name or digest of an image."""
 PATH_LIMIT = 4095
@@ -131,8 +133,10 @@ _FIELDS = tuple(SandboxRequest.__dataclass_fields__)
 def _check_together(request: SandboxRequest) -> None:
     for name in filter(None, request.ids()):
         check_id(name)
-    if not os.path.isabs(request.store) and "://" not in request.store:
-        raise UsageError(f"sandbox request: store is {printable(request.store)!r}; it has to be an absolute path or a URL")
+    if not os.path.isabs(request.store) and not _URL.match(request.store):
+        raise UsageError(
+            f"sandbox request: store is {printable(request.store)!r}; it has to be an absolute path or a URL"
+        )
     if request.receipts is not None and not os.path.isabs(request.receipts):
         raise UsageError(f"sandbox request: receipts is {printable(request.receipts)!r}; it has to be an absolute path")
     if request.backend is not None and request.mode not in ("auto", "lazy"):

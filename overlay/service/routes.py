@@ -174,8 +174,8 @@ def _check_image(name: str) -> None:
 
 def _pin(service: Service, call: Call) -> Document:
     store = Fields(call.body, "pin", ("store",)).text("store", limit=PATH_LIMIT)
-    if not store.startswith("/"):
-        raise UsageError(f"pin: store is {printable(store)!r}; it has to be an absolute path")
+    if not store.startswith("/") and "://" not in store:
+        raise UsageError(f"pin: store is {printable(store)!r}; it has to be an absolute path or a URL")
     return service.pin(call.name, store)
 
 

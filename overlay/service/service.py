@@ -250,16 +250,16 @@ class Service:
 
     def _end(self, id: str, reason: Reason) -> dict[str, Any]:
         receipt = self._final(id, reason)
-        removal = self._node.down(id)
-        self._expiry.pop(id, None)
-        self._troubles.pop(id, None)
-        if receipt is not None and removal.existed:
+        if receipt is not None:  # kept first: there is always one or the other
             try:
                 self._receipts.keep(receipt)
                 if receipt.receipts is not None:
                     receipt.write(receipt.receipts)
             except ImgtoolError as error:
                 self._log("receipt not kept", level="error", sandbox=id, error=str(error))
+        removal = self._node.down(id)
+        self._expiry.pop(id, None)
+        self._troubles.pop(id, None)
         self._log("down", level="debug", sandbox=id, reason=str(reason), existed=removal.existed)
         return {
             "id": id,
@@ -446,10 +446,10 @@ class Service:
         if freed:
             self._log("evicted", freed=freed, why="over the limit")
         idle = self._options.idle_exit
-        if idle is not None and not self._under_way and time.monotonic() - self._last_request > idle:
-            if not self._node.sandboxes.list():
-                self._log("idle", seconds=idle)
-                self.stop(force=False)
+        is_idle = idle is not None and not self._under_way and time.monotonic() - self._last_request > idle
+        if is_idle and not self._node.sandboxes.list():
+            self._log("idle", seconds=idle)
+            self.stop(force=False)
 
     def _working(self) -> _Working:
         return _Working(self)

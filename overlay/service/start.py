@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from layerstore.errors import ConflictError, printable
-from overlay.lazy.holder import HOLDER, KEEPER, Holder, Holdings, take_over
+from overlay.lazy.holder import FUSE, HOLDER, KEEPER, SUCCESSION, Holder, Holdings, connect, take_over
 from overlay.lazy.link import Link
 from overlay.privilege import require_root
 from overlay.service.log import configure, descriptors, log
@@ -69,7 +70,13 @@ class Roles:
     def fuse(self, directory: str, link: Link) -> None:
         from overlay.lazy import fuse
 
-        fuse.run(directory, link, deadline=self._options.read_deadline, log=log)
+        fuse.run(
+            directory,
+            link,
+            deadline=self._options.read_deadline,
+            log=log,
+            successor=partial(connect, self._directory, FUSE, patience=SUCCESSION),
+        )
 
     def _orphaned(self, holdings: Holdings) -> None:
         """Start a holder. Called in the worker, which has threads and can't just fork."""

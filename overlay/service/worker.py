@@ -193,8 +193,9 @@ def served_generation(directory: str) -> int:
         return 0
     for number in names:
         try:
-            if os.stat(f"{directory}/{number}").st_dev != os.stat(directory).st_dev:
-                return number
+            os.listdir(f"{directory}/{number}")  # stat would be answered for a dead one, from what the kernel remembers
         except OSError:
             continue  # its server is dead
+        if os.stat(f"{directory}/{number}").st_dev != os.stat(directory).st_dev:
+            return number
     return 0

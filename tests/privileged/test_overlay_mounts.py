@@ -235,6 +235,18 @@ def test_options_are_said_explicitly(here: Path) -> None:
     assert not any(b"redirect" in os.fsencode(name) for name in os.listxattr(here / "upper/etc"))
 
 
+def test_two_may_probe_an_upper_at_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.removexattr
+
+    def twice(path: str, name: bytes) -> None:
+        real(path, name)
+        real(path, name)
+
+    monkeypatch.setattr(os, "removexattr", twice)
+    overlayfs.check_filesystem(str(here))
+    assert os.listxattr(here) == []
+
+
 def test_one_device_number_and_lasting_inode_numbers(here: Path) -> None:
     base = layer_with(here / "image", {b"a": b"1\n", b"d/b": b"2\n"})
     merged = stack(here, [base, layer_with(here / "image", {b"d/c": b"3\n"})])

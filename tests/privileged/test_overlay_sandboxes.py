@@ -586,6 +586,30 @@ def test_a_sandbox_without_mounts_is_reported_and_kept(root: str, layers: list[M
     node.remove("box")
 
 
+def test_what_came_after_the_mounts_were_listed_is_left_alone(
+    root: str, layers: list[MountableLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An id is removed and made again while recovery looks at the mounts that there were before."""
+    node = Sandboxes(root)
+    create(node, layers, id="box")
+    stale = mountinfo.read()
+    node.remove("box")
+
+    def listed() -> list[mountinfo.Mount]:
+        monkeypatch.setattr(mountinfo, "read", real)
+        create(Sandboxes(root), layers, id="late")
+        return stale
+
+    real = mountinfo.read
+    monkeypatch.setattr(mountinfo, "read", listed)
+    assert node.recover() == []
+    sandbox = node.get("late")
+    assert Path(sandbox.rootfs, "etc/top").read_text() == "tool\n"
+    assert node.layers.mounted() == sorted(layer.digest for layer in layers)
+    node.remove("late")
+    assert left_in(root) == []
+
+
 def test_what_is_being_made_is_left_alone(root: str, layers: list[MountableLayer]) -> None:
     node = Sandboxes(root)
     os.makedirs(f"{root}/sandboxes/busy")
@@ -844,6 +868,30 @@ def test_attaching_twice_is_once(root: str, layers: list[MountableLayer]) -> Non
     assert left_in(root) == []
 
 
+def test_who_leaves_does_not_undo_an_arrival(
+    root: str, layers: list[MountableLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leaving tries to remove ``users`` before it has the lock, so it may hit a new one that is still empty."""
+    removed: list[str] = []
+    real = os.link
+
+    def link(source: str, target: str) -> None:
+        users = os.path.dirname(target)
+        if not removed and os.path.isdir(users) and not os.listdir(users):
+            os.rmdir(users)
+            removed.append(users)
+        real(source, target)
+
+    mounts = LayerMounts(root)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", link)
+        mounts.attach(layers[0], "one")
+    assert removed
+    assert mounts.users(layers[0].key) == ["one"]
+    mounts.detach(layers[0].key, "one")
+    assert left_in(root) == []
+
+
 def test_a_layer_whose_mount_was_lost_is_mounted_again(root: str, layers: list[MountableLayer]) -> None:
     mounts = LayerMounts(root)
     path = mounts.attach(layers[0], "one")
@@ -976,7 +1024,7 @@ def test_no_arrival_ever_sees_a_bare_directory(root: str, layers: list[Mountable
         finally:
             os._exit(1)
     try:
-        for number in range(150):
+        for number in range(60):
             sandbox = create(node, layers[:1], id=f"box{number}")
             assert Path(sandbox.rootfs, "etc/base").read_text() == "base\n"
             node.remove(sandbox.id)

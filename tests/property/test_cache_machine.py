@@ -75,6 +75,8 @@ class Packs(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def write(self, number: int) -> None:
+        if self.cached.frames.state(number) != READY:
+            self.synced.discard(number)  # what is on the disk is written over
         self.bench.fill(self.cached, [number])
         assert self.cached.frames.state(number) == READY
 

@@ -117,6 +117,8 @@ class NodeService:
 
     def wait(self) -> None:
         eventually(lambda: self._reap() or not self.processes(), "its processes end")
+        if self._process is not None:
+            self._process.wait()
 
     def _answers(self) -> bool:
         try:

@@ -25,7 +25,7 @@ from imgtool import service_start
 from imgtool.cli import run
 from imgtool.commands import run as run_module
 from imgtool.exitcodes import ExitCode
-from layerstore.errors import UnavailableError
+from layerstore.errors import MalformedError, UnavailableError
 from layerstore.oci.config import RunConfig
 from layerstore.progress import Progress
 from overlay.execution import Outcome
@@ -283,6 +283,18 @@ def test_run_that_does_not_start_leaves_no_sandbox(node: Shell) -> None:
 def test_how_an_image_is_run_travels_as_json() -> None:
     for config in (RunConfig(), RUN, RunConfig(entrypoint=(), volumes=("/v",), user="a:b", stop_signal="TERM")):
         assert run_config(json.loads(json.dumps(run_document(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"env": None}, {"env": "A=1"}, {"cmd": [1]}, {"user": None}, {"labels": [["a"]]}, {"labels": {}}, {"more": 1}],
+)
+def test_what_is_no_description_of_how_to_run_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(MalformedError, match="run settings of an image"):
+        run_config({**run_document(RUN), **change})
+    for document in (None, [], {}):
+        with pytest.raises(MalformedError, match="run settings of an image"):
+            run_config(document)
 
 
 # -- ps ---------------------------------------------------------------------------------------------------------------

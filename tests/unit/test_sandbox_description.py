@@ -115,7 +115,7 @@ LIKE_SCRATCH = "looks like 'scratch_gib' misspelt"
             "image: a\napiVersion: x/v2",
             "f: apiVersion is 'x/v2', which is not version v1, the one that this release reads",
         ),
-        ("image: a\nstore: store", "f: store is 'store', which has to be an absolute path"),
+        ("image: a\nstore: store", "f: store is 'store', which has to be an absolute path or a URL"),
         ("image: a\nreceipts: {}", "f: receipts is an object where a string belongs"),
         (
             "image: a\nid: Box",
@@ -314,6 +314,8 @@ def test_a_request_round_trips_and_names_its_sandboxes() -> None:
     assert SandboxRequest(base="a", store="/s", count=3).ids() == (None, None, None)
     assert SandboxRequest(base="a", store="/s", id="x").ids() == ("x",)
     assert ID.pattern == USER.pattern
+    url = "https://host/store"
+    assert parse(f"image: a\nstore: {url}".encode(), "f").request("/s").store == url
 
 
 GRAMMAR = "it takes 1 to 63 of a-z, 0-9, '.', '_' and '-', and starts with a letter or digit"
@@ -326,7 +328,7 @@ SECONDS = "it can be above 0 and up to 316224000 seconds"
         ({"base": None}, "sandbox request lacks the field 'base'"),
         ({"base": "a\0"}, "sandbox request: base is 'a\\x00', which holds a NUL or half of a surrogate pair"),
         ({"base": "a" * 513}, "sandbox request: base has 513 characters; it can have 1 to 512"),
-        ({"store": "s"}, "sandbox request: store is 's'; it has to be an absolute path"),
+        ({"store": "s"}, "sandbox request: store is 's'; it has to be an absolute path or a URL"),
         ({"receipts": "r"}, "sandbox request: receipts is 'r'; it has to be an absolute path"),
         ({"id": "../x"}, f"not a sandbox id: '../x'; {GRAMMAR}"),
         ({"id": "x" * 63, "count": 2}, f"not a sandbox id: '{'x' * 63}-1'; {GRAMMAR}"),

@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from support.faults import fsync_for_free
 from support.httpstore import (
     PAGE,
     Exchange,
@@ -66,8 +67,9 @@ SECRET = "s3cret%2Fword"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> DirectoryStore:
-    store = DirectoryStore.create(str(tmp_path / "store"))
-    publish(store, NAME, SAMPLE)
+    with fsync_for_free():
+        store = DirectoryStore.create(str(tmp_path / "store"))
+        publish(store, NAME, SAMPLE)
     return store
 
 
