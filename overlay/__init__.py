@@ -19,14 +19,16 @@ Modules, from the kernel upwards:
 `mountinfo`    /proc/<pid>/mountinfo
 `erofs`        a metadata image and its packs → a mount
 `overlayfs`    lower directories, upper and work → a mount; what an upper's filesystem has to offer
-`layers`       `LayerMounts`: layers mounted once, shared, released with the last user
+`layerkey`     names of layer mounts: digest, and in which way the packs are reached
+`layers`       `LayerMounts`: layers mounted once in each way, shared, released with the last user
+`direct`       raw packs of a store as a layer's devices
 `format`       `state.json` of a sandbox
 `scratch`      an ext4 image that bounds upper and work
 `detached`     uppers taken where nothing is mounted, so that the number of sandboxes doesn't slow the next one
 `deletion`     whole trees, whatever a sandbox left in them
 `holders`      who keeps a mount busy
 `runs`         what runs in a sandbox, so that it can be stopped
-`sandbox`      `Sandboxes`: create, list, get, resume, remove, recover
+`sandbox`      `Sandboxes`: create, list, get, suspend, resume, remove, recover
 `inroot`       files of an image, resolved inside its root
 `process`      image config → what to run, as whom, where
 `bundle`       the OCI runtime bundle

@@ -273,12 +273,13 @@ class Sandboxes:
         devices: dict[int, str] = {}
         for id in ids:
             directory = f"{self._directory}/{_checked(id)}"
-            try:
-                device = os.stat(directory + "/rootfs").st_dev
-                if device != os.stat(directory).st_dev:
-                    devices[device] = id
-            except FileNotFoundError:
-                pass
+            with os_errors(f"look at sandbox {id}"):
+                try:
+                    device = os.stat(directory + "/rootfs").st_dev
+                    if device != os.stat(directory).st_dev:
+                        devices[device] = id
+                except FileNotFoundError:
+                    pass
         return {devices[device]: holders for device, holders in holders_by_device(devices).items()}
 
     def suspend(self, id: str, *, holders: Sequence[Holder] | None = None, force: bool = False) -> list[Holder]:

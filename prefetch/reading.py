@@ -14,6 +14,7 @@ from layerstore.pack.reader import FrameIndex
 from layerstore.store.failures import disk_errors
 from prefetch.backlog import Frame, Read, Verify
 from prefetch.origins import Origins
+from prefetch.turns import Turns
 
 ROOM_TRIES = 3
 """How often room is made for one frame before the disk counts as full: others may take what was freed."""
@@ -54,6 +55,7 @@ class Reader:
         self._origins = origins
         self._room = room
         self._outcome = outcome
+        self._turns = Turns()
         self._making_room = threading.Lock()
 
     def carry_out(self, read: Read) -> None:
@@ -72,7 +74,9 @@ class Reader:
         try:
             with read.pack.busy():
                 for frame in sorted(read.frames, key=_priority):
-                    if read.pack.verify(frame.number):
+                    with self._turns.take(frame.priority):
+                        right = read.pack.verify(frame.number)
+                    if right:
                         compressed = read.pack.index.blob_range(range(frame.number, frame.number + 1))[1]
                         self._outcome.there(read, frame.number, 0, compressed)
                     else:
@@ -121,13 +125,13 @@ class Reader:
             if pack.frames.state(number) == READY:
                 self._outcome.there(read, number, 0, size)
                 continue
+            part = view[at - start : at - start + size]
             try:
-                part = view[at - start : at - start + size]
-                if len(part) != size:
-                    raise CorruptError(
-                        f"frame {number} of pack {pack.digest}: the store answered with {len(data)} bytes, not {length}"
-                    )
-                raw = index.decode(number, part)
+                with self._turns.take(frame.priority):
+                    if len(part) != size:
+                        what = f"frame {number} of pack {pack.digest}"
+                        raise CorruptError(f"{what}: the store answered with {len(data)} bytes, not {length}")
+                    raw = index.decode(number, part)
             except ImgtoolError as error:
                 sound = False
                 self._outcome.refused(read, [frame], error)

@@ -26,7 +26,7 @@ class FramesFile:
         index_digest: of the index as a blob has it.
         blob: the compressed blob that its offsets are for.
         recorded: 1 for each frame that is recorded as present, else 0.
-        stale: frames whose record is to be taken back with the next :meth:`record`.
+        stale: frames whose record was taken back since the last :meth:`record`.
     """
 
     def __init__(self, path: str, hex: str) -> None:
@@ -107,11 +107,16 @@ class FramesFile:
         self.stale -= stale
 
     def take_back(self, numbers: Iterable[int]) -> None:
-        """Frames that are not present after all. A crash before the next :meth:`record` leaves them recorded."""
-        for number in numbers:
-            if self.recorded[number]:
-                self.stale.add(number)
-                self.recorded[number] = 0
+        """Frames that are not present after all: seen by a successor of this process at once, durable after a record.
+
+        Raises:
+            NoSpaceError, UnavailableError: they are taken back with the next record, if there is one.
+        """
+        taken = [number for number in numbers if self.recorded[number]]
+        self.stale.update(taken)
+        with os_errors(self._what):
+            for first, count in _runs(taken):
+                self._write(first, bytes(count))
 
     def close(self) -> None:
         os.close(self._file)

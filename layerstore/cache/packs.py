@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from layerstore.cache.format import MAX_ORIGINS, ORIGINS_BYTES, Origin, dump_origins, parse_origins
 from layerstore.cache.framemap import MISSING, READY, UNVERIFIED, FrameMap
@@ -294,9 +294,10 @@ class CachedPack:
             self._changed.wait_for(lambda: number not in self._writing)
             needed = self.frames.state(number) != READY
             if needed:
+                # Before its bytes change: whoever takes over from here must not believe the record.
+                self._file.take_back([number])
                 self._writing.add(number)
                 self.frames.set(number, MISSING)
-                self._file.take_back([number])
         try:
             yield needed
         finally:
@@ -359,8 +360,9 @@ class CachedPack:
         """What is in the place of a frame is not the frame."""
         self.rejected += 1
         self.frames.set(number, MISSING)
-        self._file.take_back([number])
         self._punch(number)
+        with suppress(ImgtoolError):  # the next sync does it, and whoever takes over sees that it is missing
+            self._file.take_back([number])
 
     def _lose(self, error: OSError) -> ImgtoolError:
         """After a failed fdatasync no page says any more whether it is on disk, so nothing written before counts."""

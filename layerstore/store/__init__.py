@@ -24,7 +24,8 @@ a name),
     …/.tmp-<pid>-<random>   a file on its way to a name beside it; its writer holds flock on it (``staging.py``)
 
 Nouns: a *blob* is bytes named by their digest; a *reference* is a name for a manifest; a *lease* pins digests that no
-reference reaches yet; to *reach* is to follow descriptors, through manifests and indexes, at any depth.
+reference reaches yet; to *reach* is to follow descriptors, through manifests and indexes, at any depth. A *raw form* is
+a blob that a descriptor names besides the compressed one it is of; it may be there or not (``reach.py``).
 
 Publishing::
 

@@ -24,6 +24,7 @@ from overlay.lazy.link import Link, Message
 Log = Callable[..., None]
 
 HOLDER, KEEPER, WORKER, FUSE = "holder", "keeper", "worker", "fuse"
+LOCK = "lock"
 _SOCKET = "holder.sock"
 _RESTARTS = "restarts.json"
 _BACKOFF = (0.0, 0.1, 0.5, 2.0, 5.0)
@@ -551,11 +552,16 @@ class Holder:
         if self._keeping is not None:
             for name in ["group", *self._holdings.packs]:
                 self._keeping.remove(name)
-        for name in (_SOCKET, _RESTARTS, "node.sock"):
+        for name in (_SOCKET, _RESTARTS, "node.sock", LOCK):  # the lock last: then another one may begin
             try:
                 os.unlink(f"{self._directory}/{name}")
             except FileNotFoundError:
                 pass
+        for name in ("packs", ""):
+            try:
+                os.rmdir(f"{self._directory}/{name}")
+            except OSError:
+                pass  # not there, or not only ours: that of the default root has those of the others in it
 
 
 def _wait_for(pidfd: int, seconds: float) -> None:

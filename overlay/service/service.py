@@ -184,7 +184,7 @@ class Service:
             images=tuple(Named(role, asked, str(manifest)) for role, asked, manifest in image.names),
             layers=tuple(LayerRecord.of(layer) for layer in image.layers),
             chain=image.chain,
-            store=request.store,
+            store=image.store.location,  # without credentials that a URL may have had
             mode=way.mode,
             backend=way.backend,
             why=way.why,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from layerstore.errors import ConflictError, printable
-from overlay.lazy.holder import FUSE, HOLDER, KEEPER, SUCCESSION, Holder, Holdings, connect, take_over
+from overlay.lazy.holder import FUSE, HOLDER, KEEPER, LOCK, SUCCESSION, Holder, Holdings, connect, take_over
 from overlay.lazy.link import Link
 from overlay.privilege import require_root
 from overlay.service.log import configure, descriptors, log
@@ -119,15 +119,12 @@ def run(root: str, options: NodeOptions) -> None:
 
 def _taken(root: str, directory: str, options: NodeOptions) -> tuple[Holdings, bool]:
     """What is to be held, and whether keeper and worker may be alive."""
-    lock = os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
+    lock = _locked(f"{directory}/{LOCK}")
+    if lock is None:
         if options.notify_socket is None:
             raise ConflictError(
                 f"a node service of {printable(root)} runs already; `imgtool node status` says how it is"
-            ) from None
+            )
         # The service manager starts us since its main process has died. A successor has kept readers safe meanwhile.
         log("taking over from a holder that nobody watches")
         return take_over(directory), True
@@ -144,6 +141,22 @@ def _taken(root: str, directory: str, options: NodeOptions) -> tuple[Holdings, b
     else:
         holdings.group, holdings.journal = _new_group(root)
     return holdings, False
+
+
+def _locked(path: str) -> int | None:
+    """The lock of a run directory; None if somebody has it. A service that ends removes it while it holds it."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(path)):
+                return lock
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        os.close(lock)
 
 
 def _new_group(root: str) -> tuple[int | None, int | None]:

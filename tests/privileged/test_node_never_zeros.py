@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -138,8 +140,13 @@ class Field:
             return False
         return True
 
-    def kill(self, role: str) -> None:
-        if self.service.kill(role) and role == "fuse":
+    def kills(self, *roles: str) -> dict[str, Callable[[], None]]:
+        """Of each process, and of any two at the same moment."""
+        groups = [*combinations(roles, 1), *combinations(roles, 2)]
+        return {f"kills {' and '.join(group)}": partial(self.kill, *group) for group in groups}
+
+    def kill(self, *roles: str) -> None:
+        if "fuse" in self.service.kill(*roles):
             self.dead = True
 
     def close(self) -> None:
@@ -199,11 +206,7 @@ def rounds(request: pytest.FixtureRequest) -> int:
 def test_kills_of_every_process_cost_neither_a_byte_nor_an_error(site: Site, tmp_path: Path, rounds: int) -> None:
     """As long as one of them lives, readers wait; what was read-ahead and denied is repeated by the kernel."""
     with prepared(site, node_root(tmp_path), "fanotify", 1, deadline=30.0) as field:
-        run_rounds(
-            field,
-            rounds,
-            {role: lambda role=role: field.kill(role) for role in ("worker", "keeper", "holder")},  # type: ignore[misc]
-        )
+        run_rounds(field, rounds, field.kills("worker", "keeper", "holder"))
         assert field.total.errors == 0
         assert_nothing_left(field)
 
@@ -219,8 +222,7 @@ def test_a_store_that_fails_in_every_way_gives_right_bytes_or_eio(site: Site, tm
 @pytest.mark.timeout(7200)
 def test_kills_and_a_failing_store_together(site: Site, tmp_path: Path, rounds: int) -> None:
     with prepared(site, node_root(tmp_path), "fanotify", 3) as field:
-        kills = {role: lambda role=role: field.kill(role) for role in ("worker", "keeper", "holder")}  # type: ignore[misc]
-        run_rounds(field, rounds, {**faults(field), **kills})
+        run_rounds(field, rounds, {**faults(field), **field.kills("worker", "keeper", "holder")})
         assert_nothing_left(field)
 
 
@@ -228,8 +230,7 @@ def test_kills_and_a_failing_store_together(site: Site, tmp_path: Path, rounds: 
 def test_through_fuse_with_kills_of_the_worker_and_a_failing_store(site: Site, tmp_path: Path, rounds: int) -> None:
     need_fuse()
     with prepared(site, node_root(tmp_path), "fuse", 4) as field:
-        kills = {role: lambda role=role: field.kill(role) for role in ("worker", "holder", "fuse")}  # type: ignore[misc]
-        run_rounds(field, rounds, {**faults(field), **kills})
+        run_rounds(field, rounds, {**faults(field), **field.kills("worker", "holder", "fuse")})
         assert_nothing_left(field)
 
 

@@ -49,6 +49,7 @@ def site(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Site]:
     site = Site(node_root(tmp_path), capfd)
     yield site
     site("down", "--all")
+    run(["node", "stop", "--root", site.root])
 
 
 def unpacked(tag: str, path: Path) -> dict[bytes, Row]:
@@ -108,7 +109,7 @@ def test_every_metadata_image_passes_fsck(site: Site) -> None:
     site("convert", f"oci:{small_layout()}:base", "--role", "base", "--tag", "base")
     site("convert", f"oci:{small_layout()}:changed", "--role", "workspace", "--base", "base", "--tag", "work")
     for name in ("base", "work"):
-        site.json("up", name)
+        site.json("up", name, "--mode", "eager")
         layer = site.json("inspect", name)["layers"][0]
         image = Path(site.root, "cache/meta", *layer["layer"].split(":"))
         packs = [Path(site.root, "cache/packs", *pack["pack"].split(":"), "data") for pack in layer["packs"]]
@@ -169,13 +170,13 @@ def test_a_corrupt_pack_is_named_and_never_mounted(site: Site) -> None:
     data = bytearray(blob.read_bytes())
     data[len(data) // 2] ^= 1
     blob.write_bytes(data)
-    site("up", "base", code=5)
+    site("up", "base", "--mode", "eager", code=5)
     findings = site.json("verify", code=12)
     assert (findings[0]["fault"], findings[0]["blob"]) == ("corrupt", pack["blob"])
     # Converting again does not rely on it, and heals it.
     site("convert", f"oci:{small_layout()}:base", "--role", "base", "--tag", "base")
     assert site.json("verify") == []
-    assert Path(site.json("up", "base")["rootfs"], "bin/sh").exists()
+    assert Path(site.json("up", "base", "--mode", "eager")["rootfs"], "bin/sh").exists()
 
 
 def test_a_cached_image_needs_no_fetch(site: Site) -> None:

@@ -74,15 +74,15 @@ class NodeService:
         self._pids.update(found.values())
         return found
 
-    def kill(self, role: str) -> bool:
-        """Kill one of its processes; False if there was none."""
-        pid = self.pids().get(role)
-        if pid is None:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    def kill(self, *roles: str) -> list[str]:
+        """Kill some of its processes, as nearly at the same moment as it goes; those that there were."""
+        pids = self.pids()
+        found = [role for role in roles if role in pids]
+        for role in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[role], signal.SIGKILL)
         self._reap()
-        return True
+        return found
 
     def kill_all(self) -> None:
         """All at the same moment, so that nobody holds anything any more."""

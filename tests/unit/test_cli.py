@@ -280,7 +280,7 @@ def test_tag_and_rm(shop: Shell) -> None:
 def test_copy(shop: Shell) -> None:
     store, other = shop.site.store.root, str(shop.site.path / "other")
     document = shop.ok("copy", "env", store, other, "--json").json
-    assert list(document) == ["tag", "manifest", "blobs_copied", "bytes_copied", "blobs_present"]
+    assert list(document) == ["tag", "manifest", "blobs_copied", "bytes_copied", "blobs_present", "bytes_raw"]
     assert document["tag"] == "env" and document["blobs_present"] == 0
     assert document["manifest"] == str(shop.site.store.resolve("env").digest)
     text = shop.ok("copy", "env", store, other).out
@@ -371,7 +371,7 @@ def test_inspect(shop: Shell) -> None:
     base, work, tools = document["layers"]
     assert (base["role"], base["base"], work["base"]) == ("base", None, base["layer"])
     assert work["diff_ids"][0] == base["diff_ids"][0] and len(work["diff_ids"]) == 2
-    assert [list(pack) for pack in base["packs"]] == [["pack", "bytes", "blob", "bytes_stored"]]
+    assert [list(pack) for pack in base["packs"]] == [["pack", "bytes", "blob", "bytes_stored", "raw"]]
     assert tools["packs"] == []
     assert document["config"]["rootfs"]["diff_ids"] == [
         base["packs"][0]["pack"], base["layer"], work["layer"], tools["layer"],
@@ -537,7 +537,7 @@ def test_verify(shop: Shell) -> None:
     shop.site.flip(target)
     result = shop("verify", "--json")
     assert result.code == ExitCode.FINDINGS
-    assert list(result.json[0]) == ["fault", "message", "blob", "tag", "quarantined"]
+    assert list(result.json[0]) == ["fault", "message", "blob", "tag", "quarantined", "raw"]
     assert {finding["blob"] for finding in result.json if finding["blob"]} == {str(target)}
     text = shop("verify", "--quarantine")
     assert text.code == ExitCode.FINDINGS
