@@ -194,8 +194,9 @@ class Node:
         fetched = Fetched()
         with self._held() as keys:
             mountable = []
-            for layer in image.layers:
-                ready, cost = self.layers.take(layer, image.store, way, progress)
+            for number, layer in enumerate(image.layers):
+                asked = image.names[number if len(image.names) > 1 else 0][1]
+                ready, cost = self.layers.take(layer, image.store, way, name=asked, progress=progress)
                 keys.append(ready.key)
                 mountable.append(ready)
                 fetched += cost

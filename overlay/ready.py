@@ -71,8 +71,12 @@ class ReadyLayers:
         self._lock = threading.Lock()
         self._holds: dict[str, _Hold] = {}
 
-    def take(self, layer: Layer, store: Store, way: Way, progress: Progress = SILENT) -> tuple[MountableLayer, Fetched]:
+    def take(
+        self, layer: Layer, store: Store, way: Way, *, name: str = "IMAGE", progress: Progress = SILENT
+    ) -> tuple[MountableLayer, Fetched]:
         """Make the layer ready in this way, and hold it; what had to be fetched for that.
+
+        ``name`` is that of the image, for what an error advises.
 
         Raises:
             And what fetching raises; the layer isn't held then.
@@ -81,7 +85,7 @@ class ReadyLayers:
         hold = self._enter(key)
         try:
             with hold.lock:
-                fetched = self._make_ready(hold, key, layer, store, way, progress)
+                fetched = self._make_ready(hold, key, layer, store, way, name, progress)
                 assert hold.mountable is not None
                 return hold.mountable, fetched
         except BaseException:
@@ -153,7 +157,9 @@ class ReadyLayers:
             hold.users += 1
             return hold
 
-    def _make_ready(self, hold: _Hold, key: str, layer: Layer, store: Store, way: Way, progress: Progress) -> Fetched:
+    def _make_ready(
+        self, hold: _Hold, key: str, layer: Layer, store: Store, way: Way, name: str, progress: Progress
+    ) -> Fetched:
         if hold.whole or (hold.guards is not None and way.mode == "lazy"):
             return Fetched()
         self._cache.use(key, [layer.metadata.hex, *(pack.digest.hex for pack in layer.packs)])
@@ -162,7 +168,7 @@ class ReadyLayers:
             fetched += Fetched(1, layer.blob_size, layer.metadata_size)
         image = self._cache.metadata.ensure(layer, store)
         if way.mode == DIRECT:
-            hold.mountable = MountableLayer(layer.metadata.hex, image, tuple(raw_devices(layer, store)), DIRECT)
+            hold.mountable = MountableLayer(layer.metadata.hex, image, raw_devices(layer, store, name=name), DIRECT)
             hold.whole = True
             return fetched
         hold.packs = tuple(self._cache.pack(pack, store) for pack in layer.packs)

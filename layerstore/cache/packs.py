@@ -14,7 +14,6 @@ from layerstore.cache.framemap import MISSING, READY, UNVERIFIED, FrameMap
 from layerstore.cache.frames import UNREADABLE, FramesFile
 from layerstore.cache.holes import holes, punch
 from layerstore.cache.openers import is_open_elsewhere
-from layerstore.cache.transitional import PackCache as PackCache
 from layerstore.digest import Digest
 from layerstore.errors import (
     CorruptError,

@@ -12,6 +12,8 @@ from overlay.lazy.link import Link, Message
 
 PATIENCE = 20.0
 """Seconds until a request to the holder is given up: a keeper is started anew in far less."""
+_GLANCE = 2.0
+"""Seconds for what is only to be shown."""
 
 
 class _Pending:
@@ -76,8 +78,12 @@ class Custody:
         self._request({"start": 0, "service": "fuse", "directory": directory})
 
     def status(self) -> Message:
-        """``pids`` and ``restarts`` by process."""
-        return self._request({"status": 0})
+        """``pids`` and ``restarts`` by process.
+
+        Raises:
+            UnavailableError: there is no holder just now.
+        """
+        return self._request({"status": 0}, patience=_GLANCE)
 
     def stopped(self) -> None:
         """Say that nothing of ours is mounted lazily any more: everything may end."""
@@ -86,7 +92,7 @@ class Custody:
             if self._link is not None:
                 self._link.send({"stopped": True})
 
-    def _request(self, message: Message, fds: tuple[int, ...] = ()) -> Message:
+    def _request(self, message: Message, fds: tuple[int, ...] = (), *, patience: float = PATIENCE) -> Message:
         pending = _Pending(message, fds)
         with self._lock:
             self._number += 1
@@ -96,7 +102,7 @@ class Custody:
             self._pending[number] = pending
             self._send(pending)
         try:
-            if not pending.answered.wait(PATIENCE):
+            if not pending.answered.wait(patience):
                 raise UnavailableError(f"the node's holder doesn't answer ({kind}); see `imgtool node status`")
         finally:
             with self._lock:

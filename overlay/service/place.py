@@ -42,7 +42,7 @@ def make_run_directory(root: str, *, run: str = RUN) -> str:
 
     Raises:
         PermissionError_: it, or the directory of all nodes, is a symlink, no directory, or another user's.
-        UnavailableError, NoSpaceError: the operating system refuses.
+        NotFoundError, NoSpaceError, UnavailableError: the operating system refuses.
     """
     directory = run_directory(root, run=run)
     with os_errors(f"make run directory {printable(directory)}"):

@@ -36,6 +36,8 @@ from prefetch.fetcher import Fetched
 
 _HOUSEKEEPING = 1.0
 """Seconds between two looks at what can be let go, has lived long enough, or is too much."""
+_FINISHING = 10.0
+"""Seconds that requests under way get to end before the service does."""
 _ENDING = 5.0
 """Seconds that processes which were killed get to end."""
 
@@ -82,6 +84,10 @@ class Service:
 
     def restore(self, held: Sequence[str]) -> None:
         """Find sandboxes again, and take up their times to live."""
+        for left in self._node.recover():
+            if left.kind == "sandbox":
+                continue  # it is about to be mounted again
+            self._log("left by a crash", level="warning", kind=left.kind, path=left.path, action=left.action)
         by_variant = {guards.backend.variant: guards for guards in self._guards.values()}
         self._troubles, suspect = self._node.restore(by_variant, frozenset(held))
         self._node.cache.release(HELD)
@@ -373,6 +379,7 @@ class Service:
                 raise ConflictError("the node service is stopping already")
             self._stopping = True
         try:
+            self._wait_for_requests()
             killed = self._unmount(force)
             self._wait_for_mounts(force)
         except BaseException:
@@ -383,6 +390,14 @@ class Service:
         self._log("unmounted", killed=killed)
         threading.Thread(target=self.on_stopped, name="stop").start()
         return {"stopped": True, "killed": killed}
+
+    def _wait_for_requests(self) -> None:
+        """Until what is being made or removed is done; nothing new begins."""
+        until = time.monotonic() + _FINISHING
+        while self._under_way:
+            if time.monotonic() > until:
+                raise ConflictError(f"{self._under_way} requests are under way still; try again when they are done")
+            time.sleep(0.01)
 
     def _unmount(self, force: bool) -> list[int]:
         """Unmount what needs answers; the processes that had to be killed for that."""

@@ -19,6 +19,7 @@ from overlay.lazy.holder import FUSE, KEEPER, Holdings
 from overlay.node import Node
 from overlay.service.log import log
 from overlay.service.metrics import Metrics
+from overlay.service.notify import ServiceManager
 from overlay.service.options import NodeOptions
 from overlay.service.server import ApiServer
 from overlay.service.service import Service
@@ -53,6 +54,7 @@ class Worker:
         self._holdings = holdings
         self._orphaned = orphaned
         self._held = frozenset(holdings.packs)
+        self._manager = ServiceManager(options.notify_socket) if options.notify_socket else None
         self.metrics = Metrics()
         self._node = Node(
             root,
@@ -89,6 +91,8 @@ class Worker:
         """Answer readers at once, then find sandboxes, then listen."""
         self._service.restore(sorted(self._held))
         log("ready", unclean=self._node.cache.unclean, held=len(self._held))
+        if self._manager is not None:
+            self._manager.tell(READY="1", STATUS="answers readers and requests")
         self._server.serve()
         self._service.close()
         self._node.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -191,6 +193,46 @@ def test_sigterm_unmounts_and_ends(site: Site, server: StoreServer, tmp_path: Pa
         os.kill(service.pids()["holder"], signal.SIGTERM)
         service.wait()
         assert service.mounts() == []
+
+
+def test_what_the_service_manager_starts_takes_over_from_a_holder_that_it_does_not_watch(
+    site: Site, server: StoreServer, tmp_path: Path
+) -> None:
+    """As systemd does: its main process was killed, another has taken its place, and systemd starts one of its own."""
+    told = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(told)
+        manager.setblocking(False)
+        with NodeService(node_root(tmp_path), environment={"NOTIFY_SOCKET": told}) as service:
+            messages: list[bytes] = []
+
+            def heard(what: bytes) -> bool:
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        data, fds, _, _ = socket.recv_fds(manager, 4096, 4)
+                        messages.append(data)
+                        for fd in fds:
+                            os.close(fd)
+                return any(what in message for message in messages)
+
+            eventually(lambda: heard(b"READY=1"), "it is ready")
+            assert heard(b"FDNAME=group.0") and heard(b"FDNAME=group.1")
+            with service.client() as client:
+                (sandbox,) = client.create(lazy(server))
+            eventually(lambda: heard(b"FDSTORE=1\nFDNAME=" + pack_hex(site).encode()), "the pack is stored")
+            service.kill("holder")
+            stray = service.pids()["holder"]
+            worker = service.pids()["worker"]
+            with service.start() as client:
+                eventually(lambda: service.pids()["holder"] != stray, "the new one has taken over")
+                assert service.pids()["worker"] == worker  # nobody else had to end
+                assert is_right(sandbox, "f2")
+                client.remove(sandbox.id)
+            service.stop()
+
+
+def pack_hex(site: Site) -> str:
+    return load_image(site.store, "it").layers[0].packs[0].digest.hex
 
 
 def test_there_is_one_service_for_a_root(tmp_path: Path) -> None:

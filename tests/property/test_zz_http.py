@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.faults import fsync_for_free
 from support.httpstore import Exchange, StoreServer, raw
@@ -68,6 +68,7 @@ HEADERS = {
     b"Connection": st.sampled_from([b"close", b"keep-alive", b"upgrade", b""]),
     b"X-Other": st.binary(max_size=20),
 }
+FRAMING = {b"Content-Length", b"Transfer-Encoding"}
 header = st.sampled_from(sorted(HEADERS)).flatmap(lambda name: st.tuples(st.just(name), HEADERS[name]))
 chunk_size = st.sampled_from([b"0", b"1", b"64", b"-1", b"-5", b"0x5", b"f" * 16, b"1_0", b"", b"5;x=y", b"zz"])
 chunks = st.lists(st.tuples(chunk_size, st.binary(max_size=120)), max_size=4).map(
@@ -125,16 +126,30 @@ def survive(server: StoreServer, store: HttpStore, answer: bytes, keep: bool) ->
     assert blob.read_at(OFFSET, LENGTH) == DATA[OFFSET : OFFSET + LENGTH], "nothing of it is left over"
 
 
-@given(answer=answers, keep=st.booleans())
-@example(answer=b"HTTP/1.1 206 P\r\nContent-Range: bytes 30000-30099/51200\r\n\r\n" + DATA[:100], keep=False)
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_answer(server: StoreServer, store: HttpStore, answer: bytes, keep: bool) -> None:
-    # An answer without an end, on a connection that stays, would be waited for.
-    survive(server, store, answer, keep and b"Content-Length: 0\r\n" in answer)
+@given(answer=answers)
+@settings(max_examples=1500, deadline=None)
+def test_any_answer(server: StoreServer, store: HttpStore, answer: bytes) -> None:
+    survive(server, store, answer, keep=False)
+
+
+@given(
+    status=st.sampled_from([each for each in STATUSES if not each.startswith((b"1", b"204"))]),
+    headers=st.lists(
+        header.filter(lambda pair: pair[0] not in FRAMING).map(lambda pair: b"%b: %b\r\n" % pair), max_size=3
+    ),
+    body=bodies,
+    more=st.one_of(answers, st.binary(max_size=100)),
+)
+@settings(max_examples=500, deadline=None)
+def test_what_comes_after_an_answer(
+    server: StoreServer, store: HttpStore, status: bytes, headers: list[bytes], body: bytes, more: bytes
+) -> None:
+    head = b"HTTP/1.1 %b\r\n%bContent-Length: %d\r\n\r\n" % (status, b"".join(headers), len(body))
+    survive(server, store, head + body + more, keep=True)
 
 
 @given(answer=st.binary(max_size=200))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500, deadline=None)
 def test_any_bytes(server: StoreServer, store: HttpStore, answer: bytes) -> None:
     survive(server, store, answer, keep=False)
 

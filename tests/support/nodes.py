@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -35,8 +35,9 @@ def eventually(condition: Callable[[], bool], what: str, *, seconds: float = PAT
 class NodeService:
     """``imgtool node run`` for ``root``. A context manager: it starts it, and stops or kills it."""
 
-    def __init__(self, root: str, *options: str) -> None:
+    def __init__(self, root: str, *options: str, environment: Mapping[str, str] | None = None) -> None:
         need_root()
+        self.environment = {**os.environ, **(environment or {})}
         self.root = root
         self.run_directory = run_directory(root)
         self.log = Path(root) / "service.log"
@@ -48,9 +49,16 @@ class NodeService:
         """Start it and wait until it answers."""
         command = [sys.executable, "-m", "imgtool", "node", "run", "--root", self.root, "--log-format", "text"]
         Path(self.root).mkdir(parents=True, exist_ok=True)
+        if self._process is not None:
+            self._process.wait(PATIENCE)
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
-                [*command, *self._options], cwd=TOP, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [*command, *self._options],
+                cwd=TOP,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
         process = self._process
         eventually(lambda: process.poll() is not None or self._answers(), "the service answers")

@@ -88,7 +88,7 @@ def image_of(site: Site, cache: Cache, seed: int) -> Layer:
 @pytest.mark.case("C07")
 def test_one_process_owns_a_cache(bench: CacheBench) -> None:
     with bench.open():
-        with pytest.raises(ConflictError, match="in use by another process.*fuser"):
+        with pytest.raises(ConflictError, match=r"in use by another process.*fuser"):
             bench.open()
 
         def other(child: Child) -> None:
@@ -363,9 +363,7 @@ def test_what_is_being_fetched_stays_and_nobody_waits_for_it(bench: CacheBench) 
         assert there(bench, packs) == [2]
 
 
-def test_what_is_being_opened_stays_and_nobody_waits_for_it(
-    bench: CacheBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_being_opened_stays_and_nobody_waits_for_it(bench: CacheBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store may stall for as long as it likes: whoever asks for the state of things gets an answer."""
     pack = bench.make_pack(2)
     started, go_on = threading.Event(), threading.Event()

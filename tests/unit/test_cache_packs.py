@@ -615,6 +615,29 @@ def test_what_a_predecessor_found_wrong_is_taken_back(bench: CacheBench) -> None
     assert bench.recorded(pack) == [0, 2]
 
 
+@pytest.mark.case("C09")
+def test_what_was_written_over_a_record_is_not_believed_by_a_successor(bench: CacheBench, disk: Disk) -> None:
+    """The record speaks of the bytes before, which are gone as soon as the new ones are written back."""
+    pack = bench.make_pack(2)
+    cache = bench.open()
+    bench.fill(cache.pack(pack, bench.store))
+    cache.known(pack.digest.hex).sync()
+    cache.close(clean=False)
+    bench.damage(pack, 0)
+    disk.settle(bench.place(pack) / "data")
+    cache = bench.open()
+    cached = cache.known(pack.digest.hex)
+    bench.fill(cached, [0])
+    stack, held = hand_over(cache, cached)
+    with stack, bench.open(held=held) as cache:
+        assert bench.assert_right(cache.known(pack.digest.hex)) == [0]
+    disk.crash(bench.root)
+    with bench.open() as cache:
+        cached = cache.known(pack.digest.hex)
+        assert [cached.verify(number) for number in (0, 1)] == [True, True]
+        assert bench.assert_right(cached) == [0, 1]
+
+
 def test_descriptors_handed_over_stay_their_owners(bench: CacheBench) -> None:
     pack = bench.make_pack(2)
     cache = bench.open()

@@ -179,6 +179,7 @@ def test_json_keys_are_those_that_are_printed(tmp_path: Path, capsys: pytest.Cap
         "dump": printed("dump", "s", *there),
         "tag": printed("tag", "b", "x", *there),
         "copy": printed("copy", "b", store, str(tmp_path / "other")),
+        "raw": printed("raw", "b", *there)[0],
         "rm": printed("rm", "x", *there)[0],
         "verify": printed("verify", *there)[0],
         "gc": printed("gc", "--dry-run", "--store", str(tmp_path / "other")),

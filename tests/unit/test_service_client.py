@@ -113,7 +113,7 @@ def test_errors_are_those_of_a_call_in_the_process(kind: object, in_lines: bool,
     service = FakeService()
     with served(tmp_path, service) as client:
         service.error = kind.error("what, where, and what to do")  # type: ignore[attr-defined]
-        with pytest.raises(kind.error, match="^what, where, and what to do$") as caught:  # type: ignore[attr-defined]
+        with pytest.raises(kind.error, match=r"^what, where, and what to do$") as caught:  # type: ignore[attr-defined]
             if in_lines:
                 client.create(REQUEST, Recorded())
             else:
