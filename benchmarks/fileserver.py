@@ -2,7 +2,7 @@
 
 ::
 
-    python -m benchmarks.fileserver DIR [--listen HOST:PORT] [--log FILE]
+    python -m benchmarks.fileserver DIR [--listen HOST:PORT] [--log FILE] [--tls CERTIFICATE KEY]
 
 prints one JSON line with the URL once it answers, and ends with SIGTERM. It is nginx and not something of ours because
 a server in Python would take a good part of the two processors that a client and its link are measured on.
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.harness import tool
@@ -45,7 +45,7 @@ http {{
     uwsgi_temp_path {work}/uwsgi;
     scgi_temp_path {work}/scgi;
     server {{
-        listen {listen};
+        listen {listen}{tls};
         root "{directory}";
         location /blobs/ {{ add_header Cache-Control "public, max-age=31536000, immutable"; }}
         location /refs/ {{ add_header Cache-Control no-cache; autoindex on; autoindex_format json; }}
@@ -58,13 +58,16 @@ LOG_FORMAT = """log_format requests escape=json '{{"path": "$request_uri", "stat
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *, listen: str | None = None, log: Path | None = None) -> Iterator[str]:
+def serving(
+    directory: Path, *, listen: str | None = None, log: Path | None = None, tls: Sequence[Path] | None = None
+) -> Iterator[str]:
     """The URL of ``directory`` for as long as the block runs.
 
     Args:
         directory: what is served.
         listen: ``HOST:PORT``; without, a free port of 127.0.0.1.
         log: where one JSON line a request goes.
+        tls: certificate and key, both PEM; without, it is plain HTTP.
     """
     program = tool("nginx")
     if program is None:
@@ -78,13 +81,14 @@ def serving(directory: Path, *, listen: str | None = None, log: Path | None = No
                 work=work,
                 log=LOG_FORMAT.format(log=log) if log else "access_log off;",
                 listen=address,
+                tls=" ssl; ssl_certificate {}; ssl_certificate_key {}".format(*tls) if tls else "",
                 directory=directory.resolve(),
             )
         )
         process = subprocess.Popen([program, "-p", work, "-e", "stderr", "-c", str(configuration)])
         try:
             await_listener(address, process)
-            yield f"http://{address}"
+            yield f"{'https' if tls else 'http'}://{address}"
         finally:
             process.terminate()
             process.wait()
@@ -113,9 +117,10 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--listen", metavar="HOST:PORT")
     parser.add_argument("--log", type=Path, metavar="FILE", help="one JSON line a request")
+    parser.add_argument("--tls", type=Path, nargs=2, metavar=("CERTIFICATE", "KEY"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    with serving(options.directory, listen=options.listen, log=options.log) as url:
+    with serving(options.directory, listen=options.listen, log=options.log, tls=options.tls) as url:
         print(json.dumps({"url": url}), flush=True)
         while True:
             signal.pause()

@@ -50,20 +50,38 @@ def timed(command: str | Sequence[str]) -> Run:
     return Run(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
-def interleaved(arms: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, list[Run]]:
-    """Every arm once a round, in turn; the first round is a warm-up that isn't counted."""
+def interleaved(
+    arms: Mapping[str, Callable[[], Run]], rounds: int, *, warm_up: bool = True, unit: str = ".2f"
+) -> dict[str, list[Run]]:
+    """Every arm once a round, in turn; the first round is a warm-up that isn't counted, unless there is to be none."""
     runs: dict[str, list[Run]] = {name: [] for name in arms}
-    for number in range(rounds + 1):
+    for number in range(0 if warm_up else 1, rounds + 1):
         for name, arm in arms.items():
             run = arm()
             if number:
                 runs[name].append(run)
-                print(f"  round {number} {name}: {run.wall:.2f} s", file=sys.stderr)
+                print(f"  round {number} {name}: {run.wall:{unit}} s", file=sys.stderr)
     return runs
 
 
 def median(runs: Sequence[Run]) -> float:
     return statistics.median(run.wall for run in runs)
+
+
+def spread(values: Sequence[float], unit: str = ".2f") -> tuple[str, str]:
+    """Median and range, for two columns of a table."""
+    return f"{statistics.median(values):{unit}}", f"{min(values):{unit}}-{max(values):{unit}}"
+
+
+def drop_caches(what: int = 3) -> None:
+    """Have the kernel forget what it has on disk: pages (1), directories and inodes (2), or both."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text(str(what))
+
+
+def need_root() -> None:
+    if os.geteuid() != 0:
+        raise SystemExit("this needs root: it mounts, and drops the page cache")
 
 
 def rows(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, ...]]:

@@ -27,7 +27,7 @@ from layerstore.errors import ImgtoolError
 from layerstore.tree.inode import Attrs, Directory, File
 from overlay.erofs import mount_erofs
 from overlay.execution import SEARCH_PATH, usable_runtimes
-from overlay.lazy.choice import EAGER, FUSE, choose_backend, fuse_works
+from overlay.lazy.choice import EAGER, FUSE, choose_backend, fanotify_works, fuse_works
 from overlay.lazy.fuse import find_library
 from overlay.mountapi import filesystem_name
 from overlay.overlayfs import UNFIT_FOR_UPPER, check_filesystem, mount_overlay
@@ -38,12 +38,6 @@ Status = Literal["ok", "degraded", "missing"]
 FREE_SPACE = 2 << 30
 """Bytes below which a node's root is called short of space."""
 
-FAN_CLASS_PRE_CONTENT = 0x8
-FAN_CLOEXEC = 0x1
-FAN_MARK_ADD = 0x1
-FAN_PRE_ACCESS = 0x0010_0000
-AT_FDCWD = -100
-"""<linux/fanotify.h> and <fcntl.h>."""
 _NR_IO_URING_SETUP = 425
 
 
@@ -195,23 +189,13 @@ def _private_directory(where: str) -> Iterator[str]:
 
 def _pre_content(where: str) -> Finding:
     name = "fanotify pre-content"
-    advice = "nothing to do: lazy loading, which is yet to come, will need it (Linux 6.14 with "
-    advice += "CONFIG_FANOTIFY_ACCESS_PERMISSIONS, on ext4, xfs or btrfs)"
     if os.geteuid() != 0:
         return Finding(name, "missing", False, "not tried", "run doctor as root to try it")
-    libc = ctypes.CDLL(None, use_errno=True)
-    group = libc.fanotify_init(FAN_CLASS_PRE_CONTENT | FAN_CLOEXEC, os.O_RDONLY)
-    if group < 0:
-        return Finding(name, "missing", False, f"fanotify_init: {os.strerror(ctypes.get_errno())}", advice)
-    try:
-        with tempfile.NamedTemporaryFile(prefix=".imgtool-probe-", dir=where) as stream:
-            mask = ctypes.c_uint64(FAN_PRE_ACCESS)
-            if libc.fanotify_mark(group, FAN_MARK_ADD, mask, AT_FDCWD, os.fsencode(stream.name)) < 0:
-                return Finding(name, "missing", False, f"fanotify_mark: {os.strerror(ctypes.get_errno())}", advice)
-    except OSError as error:
-        return Finding(name, "missing", False, f"not tried: {error.strerror} in {where}", "run doctor as root")
-    finally:
-        os.close(group)
+    why = fanotify_works(where)
+    if why is not None:
+        advice = "lazy loading goes by FUSE without it; it needs Linux 6.14 with CONFIG_FANOTIFY_ACCESS_PERMISSIONS, "
+        advice += "and --root on ext4, xfs or btrfs"
+        return Finding(name, "missing", False, why, advice)
     return Finding(name, "ok", False, f"works in {where}")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
-import shutil
 import threading
 import time
 from collections import Counter
@@ -14,16 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from layerstore.cache.directories import PackDirectories
 from layerstore.cache.format import CLEAN_BYTES, Origin, dump_clean, is_hex, parse_clean
 from layerstore.cache.frames import FramesFile
 from layerstore.cache.metadata import MetadataCache
 from layerstore.cache.openers import is_path_open
-from layerstore.cache.packs import CachedPack, Trust, directory_size, make_files
+from layerstore.cache.packs import CachedPack, Trust
 from layerstore.cache.pins import Pins
 from layerstore.errors import ConflictError, CorruptError, ImgtoolError, NotFoundError, os_errors, printable
 from layerstore.pack.reader import FrameIndex
 from layerstore.pack.stored import StoredPack
-from layerstore.staging import PREFIX, make_directory, make_file, read_file, reclaim_files, sync_directory, write_file
+from layerstore.staging import make_directory, make_file, read_file, reclaim_files, sync_directory, write_file
 from layerstore.store.protocol import Store
 
 HELD = "a process before this one"
@@ -102,7 +101,7 @@ class Cache:
             CorruptError, UnsupportedError: the pins can't be read.
         """
         self._directory = os.path.join(root, "cache")
-        self._packs_directory = os.path.join(self._directory, "packs", "sha256")
+        self._places = PackDirectories(self._directory)
         self.metadata = MetadataCache(os.path.join(self._directory, "meta"))
         self._limit = limit
         self._warn = warn
@@ -120,14 +119,12 @@ class Cache:
         """Copies of what was handed over of packs that could not be opened yet."""
         self._doubted: dict[str, int] = {}
         """Packs of which the recorded frames, so many, are to be verified."""
-        self._temporaries: set[str] = set()
-        """Names of directories that are being made or removed."""
         self._evicted_bytes = self._rejected = self._discarded = 0
         self._closed = False
         with os_errors(f"open cache {printable(self._directory)}"):
             os.makedirs(root, exist_ok=True)
-            for part in (self._directory, os.path.dirname(self._packs_directory), self._packs_directory):
-                make_directory(part)
+            make_directory(self._directory)
+            self._places.create()
             self._lock = self._take_lock()
             try:
                 self._start(held)
@@ -154,11 +151,11 @@ class Cache:
 
     def _start(self, held: Mapping[str, tuple[int, int]]) -> None:
         self._pins = Pins(os.path.join(self._directory, "pins.json"))
-        there = set(self._hexes())
+        there = set(self._places.hexes())
         doubted = self._read_clean()
         self.unclean = doubted is None and bool(there)
         for hex in (there if doubted is None else doubted & there) - held.keys():
-            self._doubted[hex] = FramesFile.count_recorded(os.path.join(self._place(hex), "frames"))
+            self._doubted[hex] = FramesFile.count_recorded(self._places.frames(hex))
         self._remove_clean()
         for hex, (data, frames) in held.items():
             self._held[hex] = os.dup(data), os.dup(frames)
@@ -188,8 +185,8 @@ class Cache:
         with self._open_alone(hex), os_errors(f"cache pack {pack.digest}"):
             cached = self._packs.get(hex) or self._reopen(hex, pack, store)
             if cached is None:
-                self._make(pack, self._read_index(pack, store), origin)
-                cached = self._admit(CachedPack(self._place(hex)))
+                self._places.make(pack, self._read_index(pack, store), origin)
+                cached = self._admit(CachedPack(self._places.path(hex)))
             cached.check(pack)
             cached.add_origin(origin)
             self._touch(hex)
@@ -225,7 +222,7 @@ class Cache:
     def _reopen(self, hex: str, pack: StoredPack | None, store: Store | None = None) -> CachedPack | None:
         """What is on disk; None if there is nothing, or nothing any more."""
         held = self._held.get(hex)
-        place = self._place(hex)
+        place = self._places.path(hex)
         if held is None and not os.path.lexists(place):
             return None
         trust = Trust.DOUBT if hex in self._doubted else Trust.RECORD
@@ -243,17 +240,17 @@ class Cache:
         with self._changed:
             trash = self._take_away(hex)
             self._discarded += 1
-        self._delete(trash)
+        self._places.delete(trash)
         return None
 
     def _mend(
         self, pack: StoredPack, store: Store, held: tuple[int, int] | None, damage: CorruptError
     ) -> CachedPack | None:
         """Write the frames file of a pack in use anew; None if that is not what is wrong with it."""
-        place = self._place(pack.digest.hex)
+        place = self._places.path(pack.digest.hex)
         index = self._read_index(pack, store)
         try:
-            write_file(os.path.join(place, "frames"), FramesFile.content(index, pack))
+            write_file(self._places.frames(pack.digest.hex), FramesFile.content(index, pack))
             cached = CachedPack(place, trust=Trust.NOTHING, held=held, witness=pack)
         except (CorruptError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             if held is not None:
@@ -274,16 +271,6 @@ class Cache:
             for file in self._held.pop(cached.hex, ()):
                 os.close(file)
         return cached
-
-    def _make(self, pack: StoredPack, index: FrameIndex, origin: Origin) -> None:
-        staged = self._temporary()
-        try:
-            os.mkdir(staged)
-            make_files(staged, pack, index, [origin])
-            os.rename(staged, self._place(pack.digest.hex))
-            sync_directory(self._packs_directory)
-        finally:
-            self._delete(staged)
 
     # -- who needs what -----------------------------------------------------------------------------------------------
 
@@ -340,9 +327,7 @@ class Cache:
             return self._pins.all()
 
     def _touch(self, hex: str) -> None:
-        try:
-            os.utime(os.path.join(self._place(hex), "frames"))
-        except (FileNotFoundError, NotADirectoryError):
+        if not self._places.touch(hex):
             self.metadata.touch(hex)
 
     # -- room ---------------------------------------------------------------------------------------------------------
@@ -361,7 +346,7 @@ class Cache:
         with self._evicting, os_errors(f"make room in {printable(self._directory)}"):
             freed = self._evicted_bytes - before
             if freed < wanted:
-                freed += self._reclaim_packs()
+                freed += self._places.reclaim()
             for item in self._candidates() if freed < wanted else ():
                 if freed >= wanted:
                     break
@@ -399,12 +384,12 @@ class Cache:
 
     def _sizes(self) -> dict[tuple[str, bool], int]:
         """(hex, whether it is a pack): bytes on disk."""
-        sizes = {(hex, True): directory_size(self._place(hex)) for hex in self._hexes()}
+        sizes = {(hex, True): self._places.size(hex) for hex in self._places.hexes()}
         sizes.update({(hex, False): self.metadata.size(hex) for hex in self.metadata.hexes()})
         return sizes
 
     def _candidates(self) -> list[_Item]:
-        packs = [_Item(_last_use(self._place(hex)), hex, True) for hex in self._hexes()]
+        packs = [_Item(self._places.last_use(hex), hex, True) for hex in self._places.hexes()]
         images = [_Item(self.metadata.last_use(hex), hex, False) for hex in self.metadata.hexes()]
         return sorted(packs + images)
 
@@ -420,13 +405,13 @@ class Cache:
                 return freed
             cached = self._packs.get(hex)
             if cached is None:
-                if is_path_open(os.path.join(self._place(hex), "data")):
+                if is_path_open(os.path.join(self._places.path(hex), "data")):
                     return 0
             elif cached.is_open_elsewhere() or not cached.retire():
                 return 0
-            freed = directory_size(self._place(hex))
+            freed = self._places.size(hex)
             trash = self._take_away(hex)
-        self._delete(trash)
+        self._places.delete(trash)
         with self._changed:
             self._evicted_bytes += freed
         return freed
@@ -437,62 +422,21 @@ class Cache:
         if cached is not None:
             self._rejected += cached.rejected
             cached.close()
-        trash = self._temporary()
         try:
-            os.rename(self._place(hex), trash)
+            trash = self._places.take_away(hex)
         except BaseException:
             self._doubted.setdefault(hex, 0)  # what it knew of its states is lost
             raise
         self._doubted.pop(hex, None)
         return trash
 
-    # -- files --------------------------------------------------------------------------------------------------------
-
-    def _place(self, hex: str) -> str:
-        return os.path.join(self._packs_directory, hex)
-
-    def _temporary(self) -> str:
-        """A new name beside packs, which :meth:`reclaim` leaves alone until :meth:`_delete`."""
-        name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        with self._changed:
-            self._temporaries.add(name)
-        return self._place(name)
-
-    def _delete(self, path: str) -> None:
-        try:
-            if os.path.isdir(path):
-                shutil.rmtree(path)
-            elif os.path.lexists(path):
-                os.unlink(path)
-        finally:
-            with self._changed:
-                self._temporaries.discard(os.path.basename(path))
-
-    def _hexes(self) -> list[str]:
-        with os_errors("list cached packs"):
-            return sorted(filter(is_hex, os.listdir(self._packs_directory)))
-
     def reclaim(self) -> int:
         """Remove what dead owners left unfinished; the bytes it took."""
         with os_errors(f"clear {printable(self._directory)}"):
-            now = time.time_ns()
-            places = (self._directory, *map(self._place, self._hexes()))
-            return (
-                self.metadata.reclaim()
-                + sum(reclaim_files(place, now, dry_run=False) for place in places if os.path.isdir(place))
-                + self._reclaim_packs()
-            )
+            freed = reclaim_files(self._directory, time.time_ns(), dry_run=False)
+            return freed + self.metadata.reclaim() + self._places.reclaim() + self._places.reclaim_files()
 
-    def _reclaim_packs(self) -> int:
-        """Packs that were being made or removed when their owner died."""
-        freed = 0
-        for name in os.listdir(self._packs_directory):
-            with self._changed:
-                dead = name.startswith(PREFIX) and name not in self._temporaries
-            if dead:
-                freed += directory_size(self._place(name))
-                self._delete(self._place(name))
-        return freed
+    # -- the mark of an orderly stop ----------------------------------------------------------------------------------
 
     @property
     def _clean(self) -> str:
@@ -573,10 +517,3 @@ class Cache:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _last_use(place: str) -> int:
-    try:
-        return os.stat(os.path.join(place, "frames")).st_mtime_ns
-    except FileNotFoundError:
-        return 0

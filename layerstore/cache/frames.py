@@ -125,6 +125,8 @@ class FramesFile:
         at, view = self._presence_at + first, memoryview(presence)
         while view:
             written = os.pwrite(self._file, view, at)
+            if written == 0:
+                raise OSError(errno.EIO, "the file system took no bytes")
             view, at = view[written:], at + written
         self.recorded[first : first + len(presence)] = presence
 

@@ -6,9 +6,10 @@ import enum
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from layerstore.cache.directories import directory_size
 from layerstore.cache.format import MAX_ORIGINS, ORIGINS_BYTES, Origin, dump_origins, parse_origins
 from layerstore.cache.framemap import MISSING, READY, UNVERIFIED, FrameMap
 from layerstore.cache.frames import UNREADABLE, FramesFile
@@ -25,7 +26,7 @@ from layerstore.errors import (
 )
 from layerstore.pack.reader import FrameIndex
 from layerstore.pack.stored import StoredPack
-from layerstore.staging import allocated, read_file, write_file
+from layerstore.staging import read_file, write_file
 from layerstore.store.protocol import Blob
 
 
@@ -489,30 +490,3 @@ class CachedPack:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise UnavailableError(f"cached pack {self.digest} was evicted or closed: ask the cache for it again")
-
-
-def make_files(directory: str, pack: StoredPack, index: FrameIndex, origins: Sequence[Origin]) -> None:
-    """The files of a pack of which nothing is there yet, durable, in a new directory."""
-    file = os.open(os.path.join(directory, "data"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        os.truncate(file, pack.raw_size)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    write_file(os.path.join(directory, "origins"), dump_origins(origins))
-    write_file(os.path.join(directory, "frames"), FramesFile.content(index, pack))
-
-
-def directory_size(directory: str) -> int:
-    """Bytes allocated for the files of a directory; 0 if it is gone."""
-    size = 0
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                try:
-                    size += allocated(entry.stat(follow_symlinks=False))
-                except FileNotFoundError:
-                    continue
-    except FileNotFoundError:
-        return 0
-    return size

@@ -8,11 +8,13 @@
                   ▲                             names.py      the grammar of reference names
               PruneStore ◀── collect
                ▲      ▲
-         directory  memory
+         directory  memory                      opening.py   any of them, by path or URL
+             ▲
+   http: the same files, read only, by way of a web server
 
 ``directory`` is made of ``blobfile`` (blobs and uploads), ``lease``, ``layerstore/staging`` (files on their way to
-a name),
-``locks``, ``clock`` and ``failures`` (what errors of the disk mean). On disk, with documents as in ``format.py``::
+a name), ``locks``, ``clock`` and ``failures`` (what errors of the disk mean); ``http`` of ``httpget`` (which answers
+are believed) and ``httpsocket`` (answers end, whatever the server does). On disk, with documents as in ``format.py``::
 
     store.json              magic, version, features: what makes a directory a store
     blobs/<algorithm>/<hex> immutable bytes

@@ -37,15 +37,10 @@ from overlay.lazy.link import Link, Message
 from overlay.lazy.outlet import Outlet
 from overlay.lazy.quietlog import Log, QuietLog
 from overlay.lazy.readers import GuardedPack, Readers
+from overlay.lazy.spinning import SpinningPoll
 
 _RELEASED = 4096
 """Inodes remembered after their release, for events that were in the queue then."""
-_SPIN = 100e-6
-"""Seconds in which the next event is looked for before going to sleep, while events come that fast. To be woken, and to
-wake the reader's processor from idleness, costs 30 µs each on a virtual machine."""
-_MOST_CREDIT = 8
-"""Looking for an event in time earns 1, in vain costs 4: what is left is worth looking for the next one."""
-_IN_VAIN = 4
 _SPARE = 64
 """Low numbers that something else in the process, such as the log, may come to take."""
 
@@ -130,14 +125,13 @@ class _Keeper:
         self._epoll = select.epoll.fromfd(numbers.lifted_copy(low.fileno()))
         low.close()
         self._epoll.register(group, select.EPOLLIN)
+        self._poll = SpinningPoll(self._epoll)
         self._holder = Outlet(holder, self._epoll)
         self._worker: Outlet | None = None
         self._packs: dict[tuple[int, int], GuardedPack] = {}
         self._by_hex: dict[str, GuardedPack] = {}
         self._released: OrderedDict[tuple[int, int], bool] = OrderedDict()
         self._events = self._allowed = 0
-        self._credit = 0
-        self._may_spin = len(os.sched_getaffinity(0)) > 1
         self._taken = numbers.count() + _SPARE
         """Low numbers in use, besides one for each pack (its mmap has a copy of the descriptor) and for each event."""
 
@@ -191,7 +185,7 @@ class _Keeper:
 
     def _turn(self) -> bool:
         """Wait for something to do, and do it; False when the holder is gone."""
-        for fd, mask in self._poll():
+        for fd, mask in self._poll(self._readers.patience()):
             if fd == self._group:
                 self._read_events()
             elif fd == self._holder.fd:
@@ -207,22 +201,6 @@ class _Keeper:
         if self._readers:
             self._readers.expire()
         return True
-
-    def _poll(self) -> list[tuple[int, int]]:
-        """What is ready, as soon as something is or a deadline has passed."""
-        poll, clock = self._epoll.poll, time.monotonic
-        until = clock() + _SPIN
-        if self._credit > 0 and self._may_spin:
-            while clock() < until:
-                if ready := poll(0):
-                    self._credit = min(self._credit + 1, _MOST_CREDIT)
-                    return ready
-            self._credit -= _IN_VAIN
-            return poll(self._readers.patience())
-        ready = poll(self._readers.patience())
-        if clock() < until:
-            self._credit += 1
-        return ready
 
     def _read_events(self) -> None:
         # Of the lowest numbers that are free, none of one batch is above the count of those taken, and the batch.

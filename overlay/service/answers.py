@@ -266,11 +266,13 @@ class _Taken:
         return None if self.document.get(key) is None else self(key, kind)
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        values = self(key, list)
-        return tuple(int(value) for value in values)
+        return self._items(key, int)
 
     def texts(self, key: str) -> tuple[str, ...]:
+        return self._items(key, str)
+
+    def _items(self, key: str, kind: type[T]) -> tuple[T, ...]:
         values = self(key, list)
-        if not all(isinstance(value, str) for value in values):
+        if not all(isinstance(value, kind) for value in values):
             raise MalformedError(f"answer of the node service: {self._what} has no proper {key}")
         return tuple(values)

@@ -9,7 +9,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
 from layerstore.errors import ImgtoolError, MalformedError, UnavailableError, printable
-from overlay.service.messages import JSON, LINES, error_of
+from overlay.service.messages import JSON, LINES, error_of, one_line
 from overlay.service.place import connect
 
 MAX_ANSWER = 256 << 20
@@ -71,8 +71,7 @@ class Connection(HTTPConnection):
         except TimeoutError as error:
             raise self._timed_out(timeout) from error
         except _LOST as error:
-            self.close()
-            raise Lost(str(error) or type(error).__name__) from error
+            raise self._lost(error) from error
 
     def send(self, data: Any) -> None:
         """What http.client sends, head and body apart."""
@@ -96,20 +95,17 @@ class Connection(HTTPConnection):
 
         Raises:
             Lost, UnavailableError: as above.
-            MalformedError: larger than any answer is.
+            MalformedError: it is larger than any answer is, or doesn't say its size.
         """
+        if response.length is None or response.length > MAX_ANSWER:
+            self.close()
+            raise MalformedError("answer of the node service has no proper size")
         try:
-            content = response.read(MAX_ANSWER + 1)
-            response.close()
+            return response.read()
         except TimeoutError as error:
             raise self._timed_out(self._patience) from error
         except _LOST as error:
-            self.close()
-            raise Lost(str(error) or type(error).__name__) from error
-        if len(content) > MAX_ANSWER:
-            self.close()
-            raise MalformedError(f"answer of the node service is larger than {MAX_ANSWER} bytes")
-        return content
+            raise self._lost(error) from error
 
     def lines(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
         """The lines of an answer as they come. Raises as :meth:`read` does."""
@@ -119,12 +115,15 @@ class Connection(HTTPConnection):
             except TimeoutError as error:
                 raise self._timed_out(self._patience) from error
             except _LOST as error:
-                self.close()
-                raise Lost(str(error) or type(error).__name__) from error
+                raise self._lost(error) from error
             if not line:
                 response.close()
                 return
             yield document_of(line)
+
+    def _lost(self, error: Exception) -> Lost:
+        self.close()
+        return Lost(one_line(str(error) or type(error).__name__, 200))
 
     def _timed_out(self, timeout: float | None) -> UnavailableError:
         self.close()

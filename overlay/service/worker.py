@@ -79,7 +79,7 @@ class Worker:
             self._guards,
             preferred=choose_backend(root),
             processes=self._processes,
-            events=lambda: self._demand.stats(KEEPER),
+            events=self._events,
             metrics=self.metrics,
             log=log,
         )
@@ -140,6 +140,10 @@ class Worker:
         except ImgtoolError as error:
             return {"pids": {"worker": os.getpid()}, "restarts": {}, "holder": str(error)}
         return {"pids": status["pids"], "restarts": status["restarts"]}
+
+    def _events(self) -> Mapping[str, Any]:
+        """What the keeper has counted."""
+        return {name: value for name, value in self._demand.stats(KEEPER).items() if name != "stats"}
 
     def _lost(self, front: str) -> None:
         log("lost", level="error", front=front)

@@ -180,12 +180,13 @@ def test_a_read_fails_at_its_deadline_once_and_is_right_when_the_store_is_well(
     here: Path, there_is_a_worker: bool, how: str
 ) -> None:
     failure = errno.EIO if how == "read" else -signal.SIGBUS
-    with site(here, MANY, deadline=1.0) as at, ExitStack() as stack:
+    with site(here, MANY, deadline=2.0) as at, ExitStack() as stack:
         if there_is_a_worker:
             stack.enter_context(at.worker(nothing))
-        reader = at.reader("f07", how=how)
+        reader = at.reader("f07", how=how).reading()
+        started = time.monotonic()
         assert reader.outcome() == failure
-        assert time.monotonic() - reader.started < 1.9, "once, not for each try of the kernel"
+        assert time.monotonic() - started < 3.9, "one deadline, not one for each try of the kernel"
         assert at.keeper.log("denied")
         assert at.pending() == 0
         stack.close()
@@ -197,9 +198,9 @@ def test_a_read_fails_at_its_deadline_once_and_is_right_when_the_store_is_well(
 def test_a_failure_of_the_store_is_the_readers_at_once(here: Path) -> None:
     with site(here, MANY) as at:
         with at.worker(lambda want: {"failed": want["want"], "why": "wrong\nframe \udcff"}):
-            reader = at.reader("f07")
-            assert reader.outcome() == errno.EIO
-            assert time.monotonic() - reader.started < at.keeper.deadline
+            started = time.monotonic()
+            assert at.reader("f07").outcome() == errno.EIO
+            assert time.monotonic() - started < at.keeper.deadline
         assert at.keeper.log("denied")[0]["why"] == "wrong\\x0aframe \\xff"
 
 
@@ -366,7 +367,7 @@ def test_killed_again_and_again_no_keeper_lets_a_wrong_byte_through(here: Path) 
             return worker.fill(want)
 
         read = 0
-        for _ in range(25):
+        for _ in range(15):
             for start in range(0, len(data), FRAME):
                 with (at.mount / "f").open("rb") as stream:
                     os.posix_fadvise(stream.fileno(), start, FRAME, os.POSIX_FADV_DONTNEED)
@@ -391,7 +392,7 @@ def test_killed_again_and_again_no_keeper_lets_a_wrong_byte_through(here: Path) 
                         read += 1
                     else:
                         assert outcome in (errno.EIO, -signal.SIGBUS)
-        assert read > 100
+        assert read > 60
         assert at.pending() == 0
 
 
@@ -404,19 +405,49 @@ def _unfill(pack: SparsePack, number: int) -> None:
 def test_the_end_of_the_holder_ends_a_keeper_that_hands_on_everything(here: Path) -> None:
     with site(here, MANY) as at, at.reader("f01") as reader:
         until(lambda: at.pending() == 1, "the event")
-        os.kill(at.keeper.pid, signal.SIGTERM)
-        os.kill(at.keeper.pid, signal.SIGINT)
-        os.kill(at.keeper.pid, signal.SIGHUP)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(at.keeper.pid, number)
+        at.keeper.guard(at.image.pack)
+        assert at.keeper.log("ended") == []
         assert at.keeper.wait() == 0
-        [line] = at.keeper.log("ended")
-        assert line["packs"] == [at.image.pack.hex]
+        first, second = at.keeper.log("ended")
+        assert first["packs"] == second["packs"] == [at.image.pack.hex]
         floor = LowNumbers(CAPACITY).floor
-        assert [fd for fd in line["open"] if fd < floor] == [0, 1, 2]
-        assert len([fd for fd in line["open"] if fd >= floor]) == 4, "group, journal, data and frame map"
+        kept = [fd for fd in second["open"] if fd >= floor]
+        assert len(kept) == 4, "group, journal, data and frame map"
+        assert second["open"] == [0, 1, 2, *kept]
         assert not reader.ended
         at.keeper.start(at.image.packs)
         with at.worker():
             assert reader.outcome() == MANY["f01"]
+
+
+def test_a_keeper_goes_on_under_another_holder(here: Path) -> None:
+    with site(here, MANY) as at, at.reader("f01") as one:
+        until(lambda: at.pending() == 1, "the event")
+        at.keeper.end_holder()
+        until(lambda: at.keeper.log("took over"), "the second run")
+        with at.reader("f02") as two, at.worker():
+            assert (one.outcome(), two.outcome()) == (MANY["f01"], MANY["f02"])
+        at.image.pack.fill()
+        at.keeper.release(at.image.pack)
+
+
+def test_no_event_has_a_number_that_a_successor_would_not_try(here: Path) -> None:
+    """Each pack has a low number as well, which mmap takes for itself."""
+    with site(here, MANY) as at, ExitStack() as stack:
+        for number in range(300):
+            pack = SparsePack(here / f"pack{number}", noise(64, number))
+            stack.callback(pack.close)
+            at.keeper.guard(pack)
+        for name in ("f01", "f02", "f03"):
+            stack.enter_context(at.reader(name))
+        until(lambda: at.pending() == 3, "the events")
+        highest = max(at.keeper.journal.records())
+        assert highest > 300
+        assert at.keeper.journal.high > highest + 1, "known before the event was read, not after"
+        with at.worker():
+            assert at.reader("f01").outcome() == MANY["f01"]
 
 
 # --- packs come and go

@@ -56,35 +56,44 @@ class Keeper:
         self._log.touch()
 
     def start(self, packs: Iterable[SparsePack] = ()) -> Self:
-        """Fork a keeper that inherits ``packs``."""
+        """Fork a keeper that inherits ``packs``. It has a second holder to turn to when the first one ends."""
         given = {pack.hex: pack.descriptors for pack in packs}
-        ours, its = Link.pair()
+        first, second = Link.pair(), Link.pair()
         gc.collect()
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
             try:
-                self._be_keeper(its, given)
+                self._be_keeper((first[1], second[1]), given)
                 code = 0
             finally:
                 os._exit(code)
-        its.close()
-        self.holder = ours
-        self.holder.settimeout(PATIENCE)
+        for pair in (first, second):
+            pair[0].settimeout(PATIENCE)
+            pair[1].close()
+        self.holder, self._next_holder = first[0], second[0]
         return self
 
-    def _be_keeper(self, holder: Link, packs: dict[str, tuple[int, int]]) -> None:
+    def _be_keeper(self, holders: Sequence[Link], packs: dict[str, tuple[int, int]]) -> None:
         log = os.open(self._log, os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 2)
-        mine = {0, 1, 2, self.group, self.journal.fd, holder.fileno(), *(fd for pair in packs.values() for fd in pair)}
-        for fd in open_descriptors() - mine:
+        mine = {0, 1, 2, self.group, self.journal.fd, *(fd for pair in packs.values() for fd in pair)}
+        for fd in open_descriptors() - mine - {holder.fileno() for holder in holders}:
             os.close(fd)
 
         def line(event: str, **fields: object) -> None:
             os.write(2, json.dumps({"event": event, **fields}).encode() + b"\n")
 
-        kept = keeper.run(self.group, self.journal.fd, holder, packs, deadline=self.deadline, log=line)
-        line("ended", packs=sorted(kept.packs), open=sorted(open_descriptors()))
+        group, journal = self.group, self.journal.fd
+        for holder in holders:
+            kept = keeper.run(group, journal, holder, packs, deadline=self.deadline, log=line)
+            group, journal, packs = kept.group, kept.journal, kept.packs
+            line("ended", packs=sorted(packs), open=sorted(open_descriptors()))
+
+    def end_holder(self) -> None:
+        """From now on the second one is the holder."""
+        self.holder.close()
+        self.holder = self._next_holder
 
     def log(self, event: str | None = None) -> list[dict[str, Any]]:
         """The lines of all keepers so far, or those with this event."""
@@ -128,10 +137,12 @@ class Keeper:
             os.waitpid(self.pid, 0)
             self.pid = 0
             self.holder.close()
+            self._next_holder.close()
 
     def wait(self) -> int:
-        """Its exit status, once the holder's end is closed."""
+        """Its exit status, once both holders are gone."""
         self.holder.close()
+        self._next_holder.close()
         _, status = os.waitpid(self.pid, 0)
         self.pid = 0
         return os.waitstatus_to_exitcode(status)
@@ -229,7 +240,6 @@ class Reader:
 
     def __init__(self, path: Path, offset: int = 0, length: int | None = None, *, how: str = "read") -> None:
         length = path.stat().st_size - offset if length is None else length
-        self.started = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-ISc", _READ, str(path), str(offset), str(length), how],
             stdout=subprocess.PIPE,

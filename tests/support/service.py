@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from layerstore.errors import ConflictError, NotFoundError
 from layerstore.progress import Progress
 from overlay.service import place
 from overlay.service.client import Client
+from overlay.service.log import send_to
 from overlay.service.request import SandboxRequest
 from overlay.service.routes import Document
 from overlay.service.server import ApiServer
@@ -207,12 +209,38 @@ class FakeService:
         )
 
 
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What is logged in the block, all levels; afterwards the log is as it was before."""
+    logger = logging.getLogger("imgtool.node")
+    before = logger.handlers[:], logger.level, logger.propagate
+    kept = _Kept()
+    logger.handlers[:] = []
+    send_to(kept, "debug")
+    try:
+        yield kept.records
+    finally:
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers[:], level, logger.propagate = before
+        logger.setLevel(level)
+
+
 @contextlib.contextmanager
 def running(service: FakeService, listening: socket.socket, **options: Any) -> Iterator[ApiServer]:
     """An API server in a thread; the block's end shuts it down and waits for it."""
     server = ApiServer(service, listening, **options)
     service.on_stop = server.shutdown
-    thread = threading.Thread(target=server.serve)
+    thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     try:
         yield server

@@ -20,9 +20,10 @@ from support.faults import fsync_for_free
 from support.tars import file
 
 from layerstore.cache import cache as cache_module
+from layerstore.cache import directories
 from layerstore.cache.cache import HELD, Cache
+from layerstore.cache.directories import directory_size
 from layerstore.cache.openers import is_open_elsewhere, is_path_open
-from layerstore.cache.packs import directory_size
 from layerstore.digest import Digest
 from layerstore.errors import (
     ConflictError,
@@ -306,6 +307,18 @@ def test_what_is_pinned_stays_over_restarts(bench: CacheBench) -> None:
     with bench.open() as cache:
         cache.make_room(1 << 40)
         assert there(bench, packs) == [2]
+
+
+def test_documents_have_the_fields_described(bench: CacheBench) -> None:
+    pack = bench.make_pack(2)
+    with bench.open() as cache:
+        cache.pack(pack, bench.store)
+        cache.pin("golden", names(pack))
+    origins = json.loads((bench.place(pack) / "origins").read_bytes())
+    described = [{"location": "memory:", "pack": pack.descriptor().to_json()}]
+    assert origins == {"magic": "imgtool origins", "version": 1, "origins": described}
+    pins = json.loads(Path(bench.root, "cache", "pins.json").read_bytes())
+    assert pins == {"magic": "imgtool pins", "version": 1, "pins": {"golden": names(pack)}}
 
 
 def test_pins_of_what_is_not_there_or_nothing_are_kept(bench: CacheBench) -> None:
@@ -636,9 +649,9 @@ def test_what_cannot_be_made_leaves_nothing(bench: CacheBench, monkeypatch: pyte
         def full(*arguments: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        for name in ("make_files", "sync_directory"):
+        for name in ("write_file", "sync_directory"):
             with monkeypatch.context() as patch:
-                patch.setattr(cache_module, name, full)
+                patch.setattr(directories, name, full)
                 with pytest.raises(NoSpaceError, match=str(pack.digest)):
                     cache.pack(pack, bench.store)
             assert bench.leftovers() == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import select
 import socket
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.http import Talk, talking
-from support.service import FakeService, running
+from support.service import FakeService, logged, running
 
 from layerstore import errors
 from layerstore.errors import CorruptError, ImgtoolError, NoSpaceError
@@ -98,17 +97,14 @@ def test_a_subclass_is_of_its_ancestors_kind_and_messages_are_one_bounded_line()
     assert type(error_of({"error": 5})) is ImgtoolError
 
 
-def test_a_fault_of_the_service_shows_no_traceback_and_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with serving(tmp_path) as (service, _), talking(tmp_path) as talk:
+def test_a_fault_of_the_service_shows_no_traceback_and_is_logged(tmp_path: Path) -> None:
+    with logged() as records, serving(tmp_path) as (service, _), talking(tmp_path) as talk:
         service.error = ZeroDivisionError("secret")
-        with caplog.at_level(logging.DEBUG, "imgtool.node"):
-            answer = talk.ask("GET", "/v1/status")
+        answer = talk.ask("GET", "/v1/status")
         assert (answer.status, answer.kind) == (500, "internal")
         assert b"secret" not in answer.body
         assert b"Traceback" not in answer.body
-        record = next(record for record in caplog.records if record.getMessage() == "request failed")
+        record = next(record for record in records if record.getMessage() == "request failed")
         assert "ZeroDivisionError: secret" in record.of_node["traceback"]  # type: ignore[attr-defined]
         service.error = TimeoutError("of the service, not of the request")
         assert talk.ask("GET", "/v1/status").status == 500
@@ -447,7 +443,7 @@ def test_requests_that_dont_end_delay_the_shutdown_only_so_long(tmp_path: Path) 
     service.may_go_on.clear()
     with place.listen(str(tmp_path)) as listening:
         server = ApiServer(service, listening, drain_timeout=0.1)
-        thread = threading.Thread(target=server.serve)
+        thread = threading.Thread(target=server.serve, daemon=True)
         thread.start()
         with talking(tmp_path) as busy:
             busy.send(b"GET /v1/status HTTP/1.1\r\n\r\n")
