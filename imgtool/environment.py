@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 
 DEFAULT_ROOT = "/var/lib/imgtool"
-_FIRST_LISTENED = 3
-"""SD_LISTEN_FDS_START, <systemd/sd-daemon.h>."""
 
 
 def root() -> str:
@@ -39,13 +37,9 @@ def watchdog() -> float | None:
 
 def listen_fds() -> tuple[tuple[str, int], ...]:
     """``LISTEN_FDS``: (name, descriptor) of what systemd kept for this process, and of nobody else's."""
-    count = os.environ.get("LISTEN_FDS", "")
-    if os.environ.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
-        return ()
-    names = os.environ.get("LISTEN_FDNAMES", "").split(":")
-    return tuple(
-        (names[number] if number < len(names) else "unknown", _FIRST_LISTENED + number) for number in range(int(count))
-    )
+    from overlay.service.notify import stored  # only `node run` asks
+
+    return stored(*(os.environ.pop(name, None) for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")))
 
 
 def for_service(path: str) -> dict[str, str]:

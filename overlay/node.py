@@ -9,23 +9,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from layerstore.cache.cache import Cache
 from layerstore.cache.packs import CachedPack
-from layerstore.compose import plan_stack
-from layerstore.digest import Digest
 from layerstore.errors import ConflictError, ImgtoolError, os_errors
-from layerstore.image import Layer, find_target, parse_image, read_document
-from layerstore.oci.config import ImageConfig
 from layerstore.progress import SILENT, Progress
 from layerstore.store.opening import Stores
-from layerstore.store.protocol import Store
-from overlay.format import chain_of
 from overlay.holders import Holder
+from overlay.images import Images, NodeImage
 from overlay.layerkey import known_key
 from overlay.layers import Leftover
 from overlay.lazy.guards import Guards
@@ -34,40 +28,7 @@ from overlay.sandbox import Removal, Sandbox, Sandboxes, new_id
 from prefetch.fetcher import Fetched, Fetcher
 from prefetch.statistics import UNOBSERVED, Observer
 
-_KNOWN_IMAGES = 256
-"""Parsed images that are remembered, by digest of their manifests."""
 FILES = Way("eager", "files", "everything is fetched before the mount")
-
-
-@dataclass(frozen=True, slots=True)
-class NodeImage:
-    """An image, or a stack of several, as a sandbox is made from it.
-
-    Attributes:
-        names: role, name as asked for, and manifest of each part, bottom first. The role of a single image is stack.
-        layers: bottom first.
-        config: how its programs are run.
-        store: where it was found.
-    """
-
-    names: tuple[tuple[str, str, Digest], ...]
-    layers: tuple[Layer, ...]
-    config: ImageConfig
-    store: Store
-
-    @property
-    def chain(self) -> str:
-        """What an upper over it belongs to."""
-        return chain_of(layer.metadata.hex for layer in self.layers)
-
-    @property
-    def identity(self) -> Mapping[str, object]:
-        """Of the image, for ``state.json`` and people: its name, and the manifest if it is one."""
-        return {
-            "name": " + ".join(name for _, name, _ in self.names),
-            "manifest": str(self.names[0][2]) if len(self.names) == 1 else None,
-            "store": self.store.location,
-        }
 
 
 @dataclass
@@ -111,72 +72,17 @@ class Node:
         """
         self.root = os.path.realpath(root)
         self.stores = Stores()
+        self.images = Images(self.stores)
         self.cache = Cache(self.root, limit=limit, held=held or {})
         self.fetcher = Fetcher(self.stores.open, self._make_room, threads=threads, observer=observer)
         self.sandboxes = Sandboxes(self.root)
         self.layers = ReadyLayers(self.cache, self.fetcher)
         self._lock = threading.Lock()
-        self._images: OrderedDict[object, NodeImage] = OrderedDict()
         self._holding: dict[str, list[str]] = {}
         self._suspended: list[Sandbox] = []
         self._demanded: dict[str, Demanded] = {}
         self._by_device: dict[int, str] = {}
         self._devices_read = 0.0
-
-    def find(
-        self,
-        location: str,
-        base: str,
-        *,
-        workspace: str | None = None,
-        toolkits: Sequence[str] = (),
-        force: bool = False,
-    ) -> NodeImage:
-        """Look images up, by name or manifest digest; fetches no data.
-
-        Raises:
-            NotFoundError: no such image.
-            ConflictError: they don't fit on top of each other, unless ``force``.
-            CorruptError, MalformedError, UnsupportedError: a manifest or config can't be used.
-        """
-        store = self.stores.open(location)
-        wanted = [("base", base), *([("workspace", workspace)] if workspace else [])]
-        wanted += [("toolkit", name) for name in toolkits]
-        if len(wanted) == 1:
-            wanted = [("stack", base)]
-        targets = [find_target(store, name) for _, name in wanted]
-        key = (
-            location,
-            tuple((role, name, target.digest) for (role, name), target in zip(wanted, targets, strict=True)),
-            force,
-        )
-        with self._lock:
-            known = self._images.get(key)
-            if known is not None:
-                self._images.move_to_end(key)
-                return known
-        names = tuple((role, name, target.digest) for (role, name), target in zip(wanted, targets, strict=True))
-        if len(wanted) == 1:
-            image = parse_image(read_document(store, targets[0], f"manifest of {base!r}"))
-            what = f"config of {base!r}"
-            found = NodeImage(
-                names, image.layers, ImageConfig.parse(read_document(store, image.config, what), what), store
-            )
-        else:
-            digests = [str(target.digest) for target in targets]  # a name that moves meanwhile stays what it was
-            stack = plan_stack(
-                store,
-                base=digests[0],
-                workspace=digests[1] if workspace else None,
-                toolkits=digests[2 if workspace else 1 :],
-                force=force,
-            )
-            found = NodeImage(names, stack.image.layers, stack.config, store)
-        with self._lock:
-            self._images[key] = found
-            while len(self._images) > _KNOWN_IMAGES:
-                self._images.popitem(last=False)
-        return found
 
     def up(
         self,

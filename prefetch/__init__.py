@@ -8,6 +8,7 @@
                              fetcher.py: lock, threads, monitor ─ schedule.py, backlog.py: what is next
                                    │                              attempts.py: what after a failure
                              reading.py: one read                 origins.py: from where
+                                   │                              turns.py, readahead.py: policies
                                    ▼
                          verified frames ─▶ cache ─▶ commits.py: durable
 

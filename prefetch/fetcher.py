@@ -27,6 +27,7 @@ from prefetch.clock import Clock, MonotonicClock
 from prefetch.commits import Commits
 from prefetch.origins import Origins
 from prefetch.plan import PackFetch
+from prefetch.readahead import ReadAhead
 from prefetch.reading import Reader
 from prefetch.running import PlanRun
 from prefetch.schedule import Schedule, name_frames, place
@@ -52,6 +53,7 @@ class Fetcher:
         threads: int = 8,
         attempt_timeout: float = 10.0,
         observer: Observer = UNOBSERVED,
+        ahead: ReadAhead | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Start nothing yet: threads come with the first work.
@@ -62,11 +64,13 @@ class Fetcher:
             threads: reads at a time. Background has at most three quarters of them.
             attempt_timeout: seconds after which a store's answer is no longer waited for.
             observer: told of every read.
+            ahead: what to read besides what is demanded; nothing if not given.
             clock: what deadlines are measured by; CLOCK_MONOTONIC if not given.
         """
         self._threads = threads
         self._timeout = attempt_timeout
         self._observer = observer
+        self._ahead = ahead
         self._clock = clock or MonotonicClock()
         self._origins = Origins(stores, self._clock, patience=attempt_timeout / 2)
         self._commits = Commits(room, self._not_durable, self._origins.close_idle, self._clock)
@@ -107,7 +111,17 @@ class Fetcher:
           or the fetcher closed;
         * and what else stores raise.
         """
-        self.submit(Want(pack, done, priority, deadline, self._clock.now()), numbers)
+        now = self._clock.now()
+        if self._ahead is None or priority != Priority.DEMAND:
+            self.submit(Want(pack, done, priority, deadline, now), numbers)
+            return
+        demanded = sorted(numbers)
+        self.submit(Want(pack, done, priority, deadline, now), demanded)
+        if demanded:
+            with self._lock:
+                following = self._ahead.following(pack, demanded)
+            if following:
+                self.submit(Want(pack, _nobody, Priority.BACKGROUND, deadline, now), following, first=True)
 
     def run(self, plan: Sequence[PackFetch], *, progress: Progress = SILENT) -> Fetched:
         """Fetch a plan in the background, and return when it is there and durable.
@@ -167,8 +181,8 @@ class Fetcher:
 
     # --- wants
 
-    def submit(self, want: Want, numbers: Iterable[int]) -> None:
-        """As :meth:`want`."""
+    def submit(self, want: Want, numbers: Iterable[int], *, first: bool = False) -> None:
+        """As :meth:`want`; ``first``: before others of its priority."""
         try:
             want.busy.__enter__()
         except ImgtoolError as error:
@@ -185,7 +199,7 @@ class Fetcher:
                     want.error = UnavailableError(text)
                 elif missing:
                     self._start_monitor()
-                    self._schedule.add(want, missing)
+                    self._schedule.add(want, missing, first=first)
                     self._stir()
                     return
                 want.finished = True
@@ -375,6 +389,10 @@ class Fetcher:
         elif now >= self._starved + self._timeout:
             error = UnavailableError(f"all {len(self._alive)} threads wait for stores that don't answer")
             finished += self._schedule.end_endless(error, now)
+
+
+def _nobody(error: ImgtoolError | None) -> None:
+    """Nobody waits for what is read ahead."""
 
 
 def _report() -> None:

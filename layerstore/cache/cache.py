@@ -19,6 +19,7 @@ from layerstore.cache.metadata import MetadataCache
 from layerstore.cache.openers import is_path_open
 from layerstore.cache.packs import CachedPack, Trust
 from layerstore.cache.pins import Pins
+from layerstore.cache.status import CacheStatus
 from layerstore.errors import ConflictError, CorruptError, ImgtoolError, NotFoundError, os_errors, printable
 from layerstore.pack.reader import FrameIndex
 from layerstore.pack.stored import StoredPack
@@ -27,35 +28,6 @@ from layerstore.store.protocol import Store
 
 HELD = "a process before this one"
 """The user of the packs that were handed over, until somebody says who uses them and releases it."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStatus:
-    """What is in the cache; sizes are bytes allocated on disk.
-
-    Attributes:
-        bytes: of everything in it.
-        limit: how many it may have; what is used or pinned stays nonetheless.
-        packs: how many.
-        metadata_images: how many.
-        in_use_bytes: of what somebody uses.
-        pinned_bytes: of what is pinned.
-        evicted_bytes: since the cache was opened.
-        unverified_frames: recorded before an unclean stop and not looked at since.
-        rejected_frames: found wrong since the cache was opened.
-        discarded_packs: thrown away as damaged since the cache was opened.
-    """
-
-    bytes: int
-    limit: int | None
-    packs: int
-    metadata_images: int
-    in_use_bytes: int
-    pinned_bytes: int
-    evicted_bytes: int
-    unverified_frames: int
-    rejected_frames: int
-    discarded_packs: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -384,8 +356,9 @@ class Cache:
 
     def _sizes(self) -> dict[tuple[str, bool], int]:
         """(hex, whether it is a pack): bytes on disk."""
-        sizes = {(hex, True): self._places.size(hex) for hex in self._places.hexes()}
-        sizes.update({(hex, False): self.metadata.size(hex) for hex in self.metadata.hexes()})
+        with os_errors(f"look through {printable(self._directory)}"):
+            sizes = {(hex, True): self._places.size(hex) for hex in self._places.hexes()}
+            sizes.update({(hex, False): self.metadata.size(hex) for hex in self.metadata.hexes()})
         return sizes
 
     def _candidates(self) -> list[_Item]:

@@ -63,14 +63,30 @@ class LowNumbers:
         os.close(fd)
         return lifted
 
+    def lift_if_possible(self, fd: int) -> int:
+        """As :meth:`lift`, or ``fd`` itself where there is no room above."""
+        try:
+            return self.lift(fd)
+        except OSError:
+            return fd
+
     def lifted_copy(self, fd: int) -> int:
         """A duplicate of ``fd`` above; raises OSError: EMFILE."""
         with self.exceeded():
             return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, self.floor)
 
+    def copy(self, fd: int) -> int:
+        """A duplicate of ``fd`` above, or below where there is no room; raises OSError: EMFILE."""
+        try:
+            return self.lifted_copy(fd)
+        except OSError:
+            with self.exceeded():
+                return os.dup(fd)
+
     def count(self) -> int:
-        """How many low numbers are taken."""
-        return sum(int(name) < self.floor for name in os.listdir("/proc/self/fd"))
+        """How many low numbers are taken, or one more."""
+        with self.exceeded():
+            return sum(int(name) < self.floor for name in os.listdir("/proc/self/fd"))
 
     def occupy(self, number: int) -> bool:
         """Have ``number`` open, on /dev/null if it is free; whether it was, and is the caller's to close."""

@@ -94,16 +94,16 @@ def run(
             stack.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
             signal.signal(number, signal.SIG_IGN)
         numbers = stack.enter_context(LowNumbers(capacity))
-        lifted = {hex: (numbers.lift(data), numbers.lift(frames)) for hex, (data, frames) in packs.items()}
-        group = numbers.lift(group)
-        opened = Journal(numbers.lift(journal))
-        link = Link.adopt(numbers.lifted_copy(holder.fileno()))
+        group = numbers.lift_if_possible(group)
+        opened = Journal(numbers.lift_if_possible(journal))
+        link = Link.adopt(numbers.copy(holder.fileno()))
         holder.close()
         gc.freeze()
         stack.callback(gc.unfreeze)
         keeper = _Keeper(group, opened, link, numbers, deadline, QuietLog(log))
         try:
-            keeper.inherit(lifted)
+            lift = numbers.lift_if_possible
+            keeper.inherit({hex: (lift(data), lift(frames)) for hex, (data, frames) in packs.items()})
             keeper.serve()
         finally:
             kept = keeper.close()
@@ -122,7 +122,7 @@ class _Keeper:
         self._log = log
         self._readers = Readers(group, journal, deadline, log)
         low = select.epoll()
-        self._epoll = select.epoll.fromfd(numbers.lifted_copy(low.fileno()))
+        self._epoll = select.epoll.fromfd(numbers.copy(low.fileno()))
         low.close()
         self._epoll.register(group, select.EPOLLIN)
         self._poll = SpinningPoll(self._epoll)
@@ -132,7 +132,7 @@ class _Keeper:
         self._by_hex: dict[str, GuardedPack] = {}
         self._released: OrderedDict[tuple[int, int], bool] = OrderedDict()
         self._events = self._allowed = 0
-        self._taken = numbers.count() + _SPARE
+        self._taken = _SPARE
         """Low numbers in use, besides one for each pack (its mmap has a copy of the descriptor) and for each event."""
 
     def inherit(self, packs: Mapping[str, tuple[int, int]]) -> None:
@@ -148,6 +148,7 @@ class _Keeper:
         if records:
             self._log("took over", events=len(records))
         self._readers.adopt(records, owned, self._by_hex)
+        self._taken += self._numbers.count() - len(self._packs) - len(self._readers)
 
     def _deny_unknown(self, known: Collection[int] | Readers) -> None:
         """Deny what may be outstanding and isn't known: nobody would ever answer it."""
@@ -161,9 +162,9 @@ class _Keeper:
         self._readers.close()
         packs = {}
         for hex, pack in self._by_hex.items():
-            packs[hex] = (pack.data_fd, self._numbers.lifted_copy(pack.frames.fd))
+            packs[hex] = (pack.data_fd, self._numbers.copy(pack.frames.fd))
             pack.frames.close()
-        journal = self._numbers.lifted_copy(self._journal.fd)
+        journal = self._numbers.copy(self._journal.fd)
         self._journal.close()
         if self._worker is not None:
             self._worker.close()

@@ -92,7 +92,6 @@ class ApiServer:
         self._changed = threading.Condition()
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, bool] = {}  # idle for longest first; False: no request yet
-        self._last_request = time.monotonic()
 
     def serve(self) -> None:
         """Answer requests until :meth:`shutdown`, then return when those in flight have been answered."""
@@ -123,12 +122,6 @@ class ApiServer:
         """Have :meth:`serve` end. It returns at once; from any thread, a request's own and signal handlers too."""
         self.stopping = True
         self._wake()
-
-    def idle_seconds(self) -> float:
-        """How long there has been no request but for metrics; 0 while one is in flight."""
-        with self._changed:
-            busy = len(self._connections) > len(self._idle)
-            return 0.0 if busy else time.monotonic() - self._last_request
 
     def _wake(self) -> None:
         try:
@@ -195,8 +188,6 @@ class ApiServer:
     def count(self, method: str, route: Route | None, status: int, seconds: float) -> None:
         """A request has been answered."""
         path = route.path if route is not None else "other"
-        if path != "/metrics":
-            self._last_request = time.monotonic()
         log("request", level="debug", method=one_line(method, 16), route=path, status=status, seconds=seconds)
         self.observe(method if route is not None else "other", path, status, seconds)
 

@@ -21,8 +21,9 @@ from layerstore.errors import (
 from layerstore.image import load_image
 from layerstore.progress import SILENT, Progress
 from layerstore.version import FORMAT_VERSION, VERSION
+from overlay.images import Asked, NodeImage
 from overlay.lazy.guards import Guards
-from overlay.node import Node, NodeImage
+from overlay.node import Node
 from overlay.process import run_document
 from overlay.ready import DIRECT, Way
 from overlay.sandbox import Sandbox
@@ -125,12 +126,8 @@ class Service:
         with self._working():
             started = time.monotonic()
             way = self._way(request)
-            image = self._node.find(
-                request.store,
-                request.base,
-                workspace=request.workspace,
-                toolkits=request.toolkits,
-                force=request.force,
+            image = self._node.images.find(
+                Asked(request.store, request.base, request.workspace, request.toolkits, request.force)
             )
             found: list[dict[str, Any]] = []
             try:

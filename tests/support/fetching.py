@@ -53,14 +53,16 @@ def small_pack(count: int = 40, *, size: int = 2 * BLOCK_SIZE, seed: int = 0, le
 def pack_frames(frames: Sequence[bytes], level: int = 1) -> SmallPack:
     # Noise compresses the same at every level.
     compressor = zstandard.ZstdCompressor(level=level, write_checksum=level > 1)
-    data, records, raw = b"", b"", b"".join(frames)
-    at = 0
+    parts, records, raw = [], [], b"".join(frames)
+    start = at = 0
     for frame in frames:
-        records += FrameRecord(len(data), at, hashlib.sha256(frame).digest()).pack()
-        data += compressor.compress(frame)
+        records.append(FrameRecord(start, at, hashlib.sha256(frame).digest()).pack())
+        parts.append(compressor.compress(frame))
+        start += len(parts[-1])
         at += len(frame)
+    data = b"".join(parts)
     chunks = ChunkListHeader(0).pack()
-    index = FrameIndexHeader(len(raw), len(frames)).pack() + records
+    index = FrameIndexHeader(len(raw), len(frames)).pack() + b"".join(records)
     head = SkippableHeader.STRUCT.size
     blob = data + skippable(chunks) + skippable(index)
     stored = StoredPack(

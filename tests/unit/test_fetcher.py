@@ -56,6 +56,8 @@ from prefetch.commits import SYNC_BYTES, SYNC_SECONDS
 from prefetch.fetcher import THREADS_FACTOR, Fetched, Fetcher, Priority
 from prefetch.origins import AVOID_SECONDS, IDLE_SECONDS
 from prefetch.plan import FRAMES_PER_READ, FrameRange, PackFetch
+from prefetch.readahead import ReadAhead
+from prefetch.turns import Turns
 
 
 class Bench:
@@ -313,6 +315,33 @@ def test_frames_larger_than_a_read_come_alone(bench: Bench) -> None:
     assert sorted(numbers_read(store, pack)) == [[0], [1], [2]]
 
 
+def test_while_a_reader_has_its_turn_background_waits() -> None:
+    turns = Turns(2)
+    order: list[str] = []
+
+    def work(name: str) -> None:
+        with turns.take(Priority.BACKGROUND):
+            order.append(name)
+            gate.__enter__()
+
+    gate = Gate()
+    with ThreadPoolExecutor(3) as pool:
+        with turns.take(Priority.DEMAND):
+            order.append("demand")
+            jobs = [pool.submit(work, "one"), pool.submit(work, "two"), pool.submit(work, "three")]
+            until(lambda: turns._waiting == 3)
+            with turns.take(Priority.DEMAND):
+                order.append("another")
+        until(lambda: len(order) == 4)
+        assert order[:2] == ["demand", "another"]
+        assert turns._waiting == 1, "no more than there are processors"
+        gate.open()
+        for job in jobs:
+            job.result(PATIENCE)
+    assert len(order) == 5
+    assert turns._demand == turns._background == turns._waiting == 0
+
+
 # -- neighbours ------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +361,41 @@ def test_neighbours_come_in_one_read(bench: Bench) -> None:
     assert stats.coalesced == 3
     assert (stats.demand.requests, stats.background.requests) == (4, 2)
     read_back(pack, SMALL, [9, 10, 11, 12, 13, 14, 20, 21, 39])
+
+
+def test_readers_that_go_on_are_read_ahead_of(bench: Bench) -> None:
+    pack: Any = bench.pack(SMALL, bench.store(SMALL))
+    ahead = ReadAhead(8)
+    assert ahead.following(pack, [5, 6]) == range(7, 7), "once is no order"
+    assert ahead.following(pack, [30]) == range(31, 31)
+    assert ahead.following(pack, [7]) == range(8, 10)
+    assert ahead.following(pack, [10]) == range(11, 15), "at the end of what was read ahead"
+    assert ahead.following(pack, [12]) == range(15, 21), "or in it"
+    assert ahead.following(pack, [31]) == range(32, 34), "others in between"
+    assert ahead.following(pack, [3]) == range(4, 4)
+    assert ahead.following(pack, [31, 32]) == range(33, 33), "what was passed is no order"
+    assert ahead.following(pack, [21]) == range(22, 30), "as far as it goes"
+    assert ahead.following(pack, [30]) == range(31, 39)
+    assert ahead.following(pack, [39]) == range(40, 40), "and no further"
+    for first in range(0, 1000, 20):
+        assert ahead.following(pack, [first]) == range(first + 1, first + 1)
+    assert ahead.following(pack, [7, 8]) == range(9, 9)
+
+
+def test_what_is_read_ahead_comes_after_demand_and_before_plans(bench: Bench) -> None:
+    store = bench.store(SMALL)
+    pack = bench.pack(SMALL, store)
+    fetcher = bench.fetcher(threads=1, ahead=ReadAhead())
+    assert want(fetcher, pack, 0).wait() is None
+    store.gate = gate = Gate()
+    answers = [want(fetcher, pack, 1)]
+    until(lambda: store.concurrent == 1)
+    answers += [background(fetcher, pack, 38), want(fetcher, pack, 30)]
+    gate.open()
+    assert all(answer.wait() is None for answer in answers)
+    until(lambda: not fetcher.stats().in_flight)
+    assert numbers_read(store, pack) == [[0], [1], [30], [2, 3], [38]]
+    read_back(pack, SMALL, [0, 1, 2, 3, 30, 38])
 
 
 # -- what is there already, perhaps ----------------------------------------------------------------------------------
