@@ -10,8 +10,8 @@ The image is debian:workspace: four OCI layers, for us a base and a workspace on
 before the clock starts, and one sandbox stands already. In every round, by turns:
 
 * **imgtool**: ``POST /sandboxes`` over one connection that stays open, by the Python client, until 1,000 stand; then by
-  several connections at once; then 100 at a time until ``--standing`` of them stand; then one by one again. Then all are
-  removed: a hundred one by one, the others in one request. A sandbox has its own upper, state and receipt.
+  several connections at once; then 100 at a time until ``--standing`` of them stand; then one by one again. Then all
+  are removed: a hundred one by one, the others in one request. A sandbox has its own upper, state and receipt.
 * **containerd**: ``Prepare`` of the snapshots API over one gRPC connection and mount(2) of what it answers, until 1,000
   stand; then by several threads. Then all are unmounted and removed, one by one. No container is made of them.
 
@@ -226,7 +226,7 @@ def report(rounds: Mapping[str, Sequence[Numbers]]) -> None:
     table(("", *(cell for name in rounds for cell in (name, "spread"))), body)
     if "containerd" in rounds:
         medians = {name: statistics.median(found["up_median_ms"] for found in of) for name, of in rounds.items()}
-        print(f"\nup by imgtool takes a {medians['containerd'] / medians['imgtool']:.1f}th of containerd's time")
+        print(f"\nup by imgtool is {medians['containerd'] / medians['imgtool']:.1f} times as fast as containerd")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from layerstore.cache.packs import CachedPack
 from layerstore.errors import ImgtoolError, NoSpaceError, UnavailableError
 from prefetch.clock import Clock
+from prefetch.mistakes import report_mistake
 
 SYNC_BYTES = 32 << 20
 """Raw bytes that are written before they are made durable; a crash loses at most these, or the last second's."""
@@ -104,6 +105,8 @@ class Commits:
                     self._sync(pack, size)
                 except ImgtoolError as error:
                     self._failed(pack, error)
+                except Exception:
+                    report_mistake()
             if closed:
                 return
             wake = self._idle()

@@ -12,7 +12,6 @@ One lock guards the backlog and all counters. It is held for microseconds: never
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -25,6 +24,7 @@ from layerstore.store.protocol import Store
 from prefetch.backlog import VERIFY, Frame, Read, Want, Way
 from prefetch.clock import Clock, MonotonicClock
 from prefetch.commits import Commits
+from prefetch.mistakes import report_mistake
 from prefetch.origins import Origins
 from prefetch.plan import PackFetch
 from prefetch.readahead import ReadAhead
@@ -61,7 +61,7 @@ class Fetcher:
         Args:
             stores: the store at a location, open; called often, by any thread.
             room: makes room on the disk for so many bytes of the pack with this hex; returns the bytes freed.
-            threads: reads at a time. Background has at most three quarters of them.
+            threads: reads at a time. Background has at most three quarters of them, and fewer while readers demand.
             attempt_timeout: seconds after which a store's answer is no longer waited for.
             observer: told of every read.
             ahead: what to read besides what is demanded; nothing if not given.
@@ -115,13 +115,13 @@ class Fetcher:
         if self._ahead is None or priority != Priority.DEMAND:
             self.submit(Want(pack, done, priority, deadline, now), numbers)
             return
-        demanded = sorted(numbers)
+        demanded = list(numbers)
         self.submit(Want(pack, done, priority, deadline, now), demanded)
         if demanded:
             with self._lock:
-                following = self._ahead.following(pack, demanded)
-            if following:
-                self.submit(Want(pack, _nobody, Priority.BACKGROUND, deadline, now), following, first=True)
+                around = self._ahead.around(pack, demanded)
+            if around:
+                self.submit(Want(pack, _nobody, Priority.BACKGROUND, deadline, now), around, first=True)
 
     def run(self, plan: Sequence[PackFetch], *, progress: Progress = SILENT) -> Fetched:
         """Fetch a plan in the background, and return when it is there and durable.
@@ -226,7 +226,7 @@ class Fetcher:
         try:
             want.done(want.error)
         except Exception:
-            _report()
+            report_mistake()
 
     # --- threads
 
@@ -234,7 +234,7 @@ class Fetcher:
         """After a change: let the monitor look earlier, and one more thread look for work, if there is reason to."""
         if self._schedule.next_event < self._until:
             self._timer.notify()
-        if self._closing or not self._schedule.has_work():
+        if self._closing or not self._schedule.has_work(self._clock.now()):
             return
         if self._idle:
             self._idle -= 1
@@ -264,7 +264,7 @@ class Fetcher:
             try:
                 self._reader.carry_out(read)
             except Exception as error:
-                _report()
+                report_mistake()
                 self.lost(read, read.frames, UnavailableError(f"fetch pack {read.pack.digest}: {error!r}"))
 
     def _next(self) -> Read | None:
@@ -308,7 +308,7 @@ class Fetcher:
         try:
             self._observer.fetched(read.pack, numbers, read.priority, seconds, size)
         except Exception:
-            _report()
+            report_mistake()
 
     def unfit(self, read: Read, frame: Frame) -> None:
         with self._lock:
@@ -333,7 +333,7 @@ class Fetcher:
         try:
             self._observer.failed(pack, [frame.number for frame in frames], error)
         except Exception:
-            _report()
+            report_mistake()
 
     def _not_durable(self, pack: CachedPack, error: ImgtoolError) -> None:
         self._failed(pack, (), error)
@@ -393,8 +393,3 @@ class Fetcher:
 
 def _nobody(error: ImgtoolError | None) -> None:
     """Nobody waits for what is read ahead."""
-
-
-def _report() -> None:
-    """Tell of a mistake in this program as of one that ends a thread, without ending it."""
-    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))

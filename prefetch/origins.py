@@ -9,7 +9,7 @@ from threading import Condition
 from layerstore.cache.format import Origin
 from layerstore.cache.packs import CachedPack
 from layerstore.digest import Digest
-from layerstore.errors import CorruptError, NotFoundError, UnavailableError
+from layerstore.errors import CorruptError, ImgtoolError, NotFoundError, UnavailableError
 from layerstore.pack.reader import FrameIndex
 from layerstore.store.failures import disk_errors
 from layerstore.store.protocol import Blob, Store
@@ -184,5 +184,5 @@ def close(blobs: Sequence[OpenBlob]) -> None:
         try:
             with disk_errors("close a blob"):
                 each.blob.close()
-        except UnavailableError:
+        except ImgtoolError:
             pass

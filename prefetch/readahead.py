@@ -1,60 +1,45 @@
-"""Reading ahead of readers that go through a pack in order: a large file, a library that is mapped and touched."""
+"""Reading ahead of readers: what lies around a demanded frame is the likelier to be demanded next, the more was so far.
+
+Files of a program lie together in a pack, as its installer wrote them, and are read forwards, backwards and with gaps.
+Measured with the demands of ``python3 -c "import numpy"`` on a cold node (197 frames, 19 MB), replayed over a link of
+5 ms and 200 Mbit/s: 2.7 s become 1.9 s, over one of 20 ms 4.9 s become 2.3 s, for 8 MB more.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from layerstore.cache.packs import CachedPack
-from prefetch.plan import FRAMES_PER_READ
 
-STREAMS = 64
-"""Readers that are followed at a time. Others take the place of the one that was heard of least recently."""
-
-
-@dataclass(slots=True)
-class _Stream:
-    """A reader: the frame after the last one that it demanded, the one after what was read ahead, and how far."""
-
-    after: int
-    end: int
-    length: int
+REACH = 16
+"""Frames on each side in which demands are counted."""
+MOST = 8
+"""Frames that are read ahead on each side. With more, little is gained and much is read in vain."""
 
 
 class ReadAhead:
     """A policy: what to read besides what is demanded. For one thread at a time.
 
-    Nothing for those who jump about; twice as much each time, up to ``most`` frames, for those who go on where they, or
-    what was read ahead of them, ended.
+    On each side of a demand as many frames as were demanded before within reach of it: none for the first, and for
+    readers that jump about; up to ``most`` for one that goes through a file.
     """
 
-    def __init__(self, most: int = FRAMES_PER_READ) -> None:
+    def __init__(self, *, reach: int = REACH, most: int = MOST) -> None:
+        self._reach = reach
         self._most = most
-        self._streams: OrderedDict[tuple[CachedPack, int], _Stream] = OrderedDict()
-        """By pack and by ``end``: what is there already raises no demand, so a reader is heard of again at its end."""
+        self._demanded: WeakKeyDictionary[CachedPack, bytearray] = WeakKeyDictionary()
+        """Of each pack, 1 for each frame that was demanded."""
 
-    def following(self, pack: CachedPack, demanded: Sequence[int]) -> range:
-        """The frames to read after those ``demanded``, which are in order."""
-        first, after = demanded[0], demanded[-1] + 1
-        key, stream = self._find(pack, first)
-        if stream is None:
-            stream = _Stream(after, after, 1)
-        else:
-            del self._streams[key]
-            stream.length = min(2 * stream.length, self._most)
-        begin = max(stream.end, after)
-        end = max(begin, min(after + stream.length, len(pack.index))) if stream.length > 1 else begin
-        stream.after, stream.end = after, end
-        self._streams[pack, end] = stream
-        if len(self._streams) > STREAMS:
-            self._streams.popitem(last=False)
-        return range(begin, end)
-
-    def _find(self, pack: CachedPack, first: int) -> tuple[tuple[CachedPack, int], _Stream | None]:
-        """The stream that goes on with ``first``: at its end, or among what is being read ahead."""
-        for end in range(first, first + self._most + 1):
-            stream = self._streams.get((pack, end))
-            if stream is not None and stream.after <= first:
-                return (pack, end), stream
-        return (pack, first), None
+    def around(self, pack: CachedPack, demanded: Sequence[int]) -> list[int]:
+        """The frames to read besides those ``demanded``, the likeliest first; some of them may be there."""
+        first, last = min(demanded), max(demanded)
+        marks = self._demanded.get(pack)
+        if marks is None:
+            marks = self._demanded[pack] = bytearray(len(pack.index))
+        for number in demanded:
+            marks[number] = 0  # asked for again, it tells nothing of its neighbours
+        count = min(self._most, marks.count(1, max(0, first - self._reach), last + self._reach + 1))
+        for number in demanded:
+            marks[number] = 1
+        return [*range(last + 1, min(last + 1 + count, len(marks))), *range(max(0, first - count), first)]

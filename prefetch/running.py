@@ -62,7 +62,7 @@ class PlanRun:
         failure = failure or next((error for pack in packs if (error := commits.error(pack))), None)
         if failure is None:
             raise UnavailableError(f"frames of pack {missing[0][0].digest} did not last until they were durable")
-        raise copy(failure)
+        raise copy(failure) from failure
 
     def _missing(self) -> list[tuple[CachedPack, FrameRange]]:
         return [
@@ -97,7 +97,7 @@ class PlanRun:
         with self._changed:
             self._changed.wait_for(lambda: self._under_way <= most or self._error)
             if self._error is not None:
-                raise copy(self._error)  # others may raise the same one, and add to it
+                raise copy(self._error) from self._error  # others may raise the same one, and add to it
 
     def _done(self, error: ImgtoolError | None) -> None:
         with self._changed:

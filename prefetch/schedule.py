@@ -18,6 +18,10 @@ from prefetch.backlog import Backlog, Frame, Read, Want, Way
 from prefetch.statistics import FetchStats, Priority, Tally
 
 NEVER = float("inf")
+BACKGROUND_BESIDE_DEMAND = 2
+"""Background reads at a time while readers demand: they share the link. Two keep it busy."""
+QUIET_SECONDS = 0.5
+"""So long after the last demand background goes on as before."""
 
 
 class Schedule:
@@ -33,9 +37,11 @@ class Schedule:
         """``way`` says how a frame is to be had now; ``background``: reads of that priority at a time."""
         self._way = way
         self._background_most = background
+        self._background_beside = min(background, BACKGROUND_BESIDE_DEMAND)
         self._backlog = Backlog()
         self._reads: dict[Read, None] = {}  # in order of their start
         self._background = 0
+        self._demanded = -NEVER
         self._deadlines: list[tuple[float, int, Want]] = []
         self._order = count()
         self.next_event = NEVER
@@ -50,6 +56,8 @@ class Schedule:
     def add(self, want: Want, numbers: Iterable[int], *, first: bool = False) -> None:
         """Let ``want`` wait; ``first``: before others of its priority."""
         self._backlog.add(want, numbers, first=first)
+        if want.priority == Priority.DEMAND:
+            self._demanded = max(self._demanded, want.since)
         if want.deadline is None:
             return
         if len(self._deadlines) > 1000 + 4 * self._backlog.waiting:
@@ -103,16 +111,18 @@ class Schedule:
 
     # --- reads
 
-    def has_work(self) -> bool:
+    def has_work(self, now: float) -> bool:
         """Whether another thread would find something to read."""
         demand, background = self._backlog.queued
-        return demand > 0 or (background > 0 and self._background < self._background_most)
+        return demand > 0 or (background > 0 and self._may_take_background(now))
+
+    def _may_take_background(self, now: float) -> bool:
+        quiet = now - self._demanded >= QUIET_SECONDS
+        return self._background < (self._background_most if quiet else self._background_beside)
 
     def start(self, thread: Thread, now: float) -> Read | None:
         """The next read, which ``thread`` is to carry out; None if there is none."""
-        if not self.has_work():
-            return None
-        read = self._backlog.take(self._way, background=self._background < self._background_most)
+        read = self._backlog.take(self._way, background=self._may_take_background(now))
         if read is None:
             return None
         read.thread, read.started = thread, now

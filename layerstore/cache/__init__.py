@@ -22,8 +22,8 @@ A frame goes from state to state::
 
 * ``cache`` owns everything: uses, pins, the limit. ``packs`` has one object for each open pack; ``frames`` is its file
   of that name, ``framemap`` the states of its frames, in memory that other processes share. Besides: ``directories``
-  (of packs, which appear and go as a whole), ``metadata``, ``pins``, ``status``, ``format`` (files), ``holes`` and ``openers``
-  (the kernel's part).
+  (of packs, which appear and go as a whole), ``metadata``, ``pins``, ``status``, ``format`` (of the small files),
+  ``holes`` and ``openers`` (the kernel's part).
 * A frame may be read once its verified bytes are in the data file, by those who can see the frame map. It is recorded
   only once they are durable. What was recorded before a crash is hashed before it is read.
 * Bytes of a frame that may be read are never taken out of the file of a pack in use.

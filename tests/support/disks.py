@@ -51,7 +51,7 @@ class Disk:
         status = os.stat(path)
         return bytes(self._of((status.st_dev, status.st_ino), status.st_size))
 
-    def crash(self, root: str) -> None:
+    def crash(self, root: str, *, luck: float = 0.5) -> None:
         """The machine stopped, and starts again: the files below ``root`` have what was durable, and what luck left."""
         for directory, _, names in os.walk(root):
             for name in names:
@@ -66,7 +66,7 @@ class Disk:
                 dirty = self._dirty.get(key, set())
                 for at in range(0, len(current), PAGE):
                     old, new = bytes(durable[at : at + PAGE]), current[at : at + PAGE]
-                    if old != new and at // PAGE in dirty and self._rng.random() < 0.5:
+                    if old != new and at // PAGE in dirty and self._rng.random() < luck:
                         durable[at : at + PAGE] = new
                 _rewrite(path, bytes(durable))
                 self._dirty.pop(key, None)

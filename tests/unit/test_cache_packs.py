@@ -44,6 +44,12 @@ def disk(bench: CacheBench) -> Iterator[Disk]:
         yield disk
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+
+
 # -- from missing to recorded -----------------------------------------------------------------------------------------
 
 
@@ -144,6 +150,36 @@ def test_writers_of_the_same_frame_take_turns(bench: CacheBench) -> None:
             job.result()
         assert cached.complete
         assert digest_of(cached) == pack.digest
+
+
+def test_a_writer_waits_for_another_one_of_the_same_frame(bench: CacheBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the second failed, it would give back the space of what the first has just written."""
+    pack = bench.make_pack(2)
+    started, go_on = threading.Event(), threading.Event()
+    real = os.pwrite
+    calls = []
+
+    def slow(file: int, data: Any, offset: int) -> int:
+        calls.append(offset)
+        started.set()
+        assert go_on.wait(30)
+        return real(file, data, offset)
+
+    with bench.open() as cache, ThreadPoolExecutor(2) as pool:
+        cached = cache.pack(pack, bench.store)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", slow)
+            try:
+                jobs = [pool.submit(bench.fill, cached, [1])]
+                assert started.wait(30)
+                jobs.append(pool.submit(bench.fill, cached, [1]))
+                wait_until(lambda: cached._inside == 2)
+            finally:
+                go_on.set()
+            for job in jobs:
+                job.result(30)
+        assert calls == [BLOCK_SIZE]
+        assert bench.assert_right(cached) == [1]
 
 
 # -- failing disks ----------------------------------------------------------------------------------------------------
@@ -300,9 +336,7 @@ def test_those_who_waited_for_a_sync_hear_that_it_failed(bench: CacheBench, monk
         def fail(file: int) -> None:
             jobs.append(pool.submit(lambda: (waiting.set(), cached.sync())))
             assert waiting.wait(10)
-            deadline = time.monotonic() + 10
-            while cached._inside < 2:  # until the other is in its call, behind the lock
-                assert time.monotonic() < deadline
+            wait_until(lambda: cached._inside == 2)  # the other is in its call, behind the lock
             raise OSError(errno.EIO, "gone")
 
         with monkeypatch.context() as patch:
@@ -655,11 +689,35 @@ def test_what_was_written_over_a_record_is_not_believed_by_a_successor(bench: Ca
     stack, held = hand_over(cache, cached)
     with stack, bench.open(held=held) as cache:
         assert bench.assert_right(cache.known(pack.digest.hex)) == [0]
-    disk.crash(bench.root)
+    disk.crash(bench.root, luck=0)
     with bench.open() as cache:
         cached = cache.known(pack.digest.hex)
         assert [cached.verify(number) for number in (0, 1)] == [True, True]
         assert bench.assert_right(cached) == [0, 1]
+
+
+def test_a_record_that_could_not_be_taken_back_is_with_the_next_sync(
+    bench: CacheBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = bench.make_pack(3)
+    cache = bench.open()
+    bench.fill(cache.pack(pack, bench.store))
+    cache.known(pack.digest.hex).sync()
+    cache.close(clean=False)
+    bench.damage(pack, 1)
+    with bench.open() as cache:
+        cached = cache.known(pack.digest.hex)
+
+        def fail(*arguments: Any) -> int:
+            raise OSError(errno.EIO, "gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", fail)
+            assert [cached.verify(number) for number in range(3)] == [True, False, True]
+        assert not cached.sound
+        cached.sync()
+        assert cached.sound
+        assert bench.recorded(pack) == [0, 2]
 
 
 def test_descriptors_handed_over_stay_their_owners(bench: CacheBench) -> None:

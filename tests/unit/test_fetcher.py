@@ -57,6 +57,7 @@ from prefetch.fetcher import THREADS_FACTOR, Fetched, Fetcher, Priority
 from prefetch.origins import AVOID_SECONDS, IDLE_SECONDS
 from prefetch.plan import FRAMES_PER_READ, FrameRange, PackFetch
 from prefetch.readahead import ReadAhead
+from prefetch.schedule import BACKGROUND_BESIDE_DEMAND, QUIET_SECONDS
 from prefetch.turns import Turns
 
 
@@ -293,6 +294,24 @@ def test_background_leaves_threads_for_demand(bench: Bench) -> None:
     assert store.most == 4
 
 
+def test_while_readers_demand_background_holds_back(bench: Bench) -> None:
+    store = bench.store(SMALL)
+    store.gate = gate = Gate()
+    pack = bench.pack(SMALL, store)
+    fetcher = bench.fetcher(threads=8, stepped=True)
+    answers = [want(fetcher, pack, 39)]
+    until(lambda: store.concurrent == 1)
+    answers += [background(fetcher, pack, n) for n in range(0, 36, 2)]
+    until(lambda: store.concurrent == 1 + BACKGROUND_BESIDE_DEMAND)
+    assert fetcher.stats().in_flight == 1 + BACKGROUND_BESIDE_DEMAND
+    bench.clock.advance(QUIET_SECONDS)
+    answers.append(background(fetcher, pack, 37))
+    until(lambda: store.concurrent == 1 + 6)
+    gate.open()
+    assert all(answer.wait() is None for answer in answers)
+    assert store.most == 7
+
+
 def test_no_read_takes_long(bench: Bench) -> None:
     """So that a demand waits for little, whatever is under way."""
     store = bench.store(SMALL)
@@ -363,39 +382,37 @@ def test_neighbours_come_in_one_read(bench: Bench) -> None:
     read_back(pack, SMALL, [9, 10, 11, 12, 13, 14, 20, 21, 39])
 
 
-def test_readers_that_go_on_are_read_ahead_of(bench: Bench) -> None:
-    pack: Any = bench.pack(SMALL, bench.store(SMALL))
-    ahead = ReadAhead(8)
-    assert ahead.following(pack, [5, 6]) == range(7, 7), "once is no order"
-    assert ahead.following(pack, [30]) == range(31, 31)
-    assert ahead.following(pack, [7]) == range(8, 10)
-    assert ahead.following(pack, [10]) == range(11, 15), "at the end of what was read ahead"
-    assert ahead.following(pack, [12]) == range(15, 21), "or in it"
-    assert ahead.following(pack, [31]) == range(32, 34), "others in between"
-    assert ahead.following(pack, [3]) == range(4, 4)
-    assert ahead.following(pack, [31, 32]) == range(33, 33), "what was passed is no order"
-    assert ahead.following(pack, [21]) == range(22, 30), "as far as it goes"
-    assert ahead.following(pack, [30]) == range(31, 39)
-    assert ahead.following(pack, [39]) == range(40, 40), "and no further"
-    for first in range(0, 1000, 20):
-        assert ahead.following(pack, [first]) == range(first + 1, first + 1)
-    assert ahead.following(pack, [7, 8]) == range(9, 9)
+def test_the_more_was_demanded_nearby_the_more_is_read_around(bench: Bench) -> None:
+    pack = bench.pack(SMALL, bench.store(SMALL))
+    ahead = ReadAhead(reach=5, most=3)
+    assert ahead.around(pack, [20]) == []
+    assert ahead.around(pack, [20]) == [], "the same again is no neighbour"
+    assert ahead.around(pack, [30]) == [], "nor is what is far away"
+    assert ahead.around(pack, [25]) == [26, 27, 23, 24]
+    assert ahead.around(pack, [27, 28]) == [29, 30, 25, 26]
+    assert ahead.around(pack, [26]) == [27, 28, 29, 23, 24, 25]
+    assert ahead.around(pack, [24]) == [25, 26, 27, 21, 22, 23], "no more than that"
+    assert ahead.around(pack, [0]) == []
+    assert ahead.around(pack, [1]) == [2, 0]
+    assert ahead.around(pack, [38]) == []
+    assert ahead.around(pack, [39]) == [38], "and not beyond the ends"
 
 
 def test_what_is_read_ahead_comes_after_demand_and_before_plans(bench: Bench) -> None:
     store = bench.store(SMALL)
     pack = bench.pack(SMALL, store)
     fetcher = bench.fetcher(threads=1, ahead=ReadAhead())
-    assert want(fetcher, pack, 0).wait() is None
+    assert want(fetcher, pack, 10).wait() is None
     store.gate = gate = Gate()
-    answers = [want(fetcher, pack, 1)]
+    answers = [background(fetcher, pack, 0)]
     until(lambda: store.concurrent == 1)
-    answers += [background(fetcher, pack, 38), want(fetcher, pack, 30)]
+    answers += [background(fetcher, pack, 38), want(fetcher, pack, 12), want(fetcher, pack, 30)]
     gate.open()
     assert all(answer.wait() is None for answer in answers)
     until(lambda: not fetcher.stats().in_flight)
-    assert numbers_read(store, pack) == [[0], [1], [30], [2, 3], [38]]
-    read_back(pack, SMALL, [0, 1, 2, 3, 30, 38])
+    assert numbers_read(store, pack) == [[10], [0], [12], [30], [13], [11], [38]]
+    assert fetcher.stats().demand.frames == 3
+    read_back(pack, SMALL, [0, 10, 11, 12, 13, 30, 38])
 
 
 # -- what is there already, perhaps ----------------------------------------------------------------------------------
