@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 
 from layerstore.cache.cache import Cache
 from layerstore.cache.packs import CachedPack
-from layerstore.errors import ConflictError, ImgtoolError, os_errors
+from layerstore.errors import ConflictError, ImgtoolError, UnavailableError, os_errors
 from layerstore.progress import SILENT, Progress
 from layerstore.store.opening import Stores
 from overlay.holders import Holder
 from overlay.images import Images, NodeImage
-from overlay.layerkey import known_key
+from overlay.layerkey import join_key, known_key
 from overlay.layers import Leftover
 from overlay.lazy.guards import Guards
-from overlay.ready import ReadyLayers, Way
+from overlay.ready import DIRECT, ReadyLayers, Way
 from overlay.sandbox import Removal, Sandbox, Sandboxes, new_id
 from prefetch.fetcher import Fetched, Fetcher
 from prefetch.statistics import UNOBSERVED, Observer
@@ -180,13 +180,18 @@ class Node:
     def _take_again(self, sandbox: Sandbox, guards: Mapping[str, Guards], renewed: set[str] | None = None) -> None:
         """Hold its layers, and mount it if it isn't. Layers in ``renewed`` have got mounts that nobody read from."""
         ready = []
+        stands = sandbox.stands
         try:
             for key in sandbox.state.mounts:
-                ready.append(self.layers.retake(key, guards.get(known_key(key)[1])))
+                digest, variant = known_key(key)
+                watching = guards.get(variant)
+                if not stands:
+                    key, watching = self._mountable_again(digest, variant, guards)
+                ready.append(self.layers.retake(key, watching))
                 if renewed is not None and key not in renewed:
                     self.sandboxes.layers.remount(key, ready[-1].image, ready[-1].devices)
                     renewed.add(key)
-            if not sandbox.stands:
+            if not stands:
                 self.sandboxes.resume(sandbox.id, ready)
         except BaseException:
             for layer in ready:
@@ -194,6 +199,23 @@ class Node:
             raise
         with self._lock:
             self._holding[sandbox.id] = [layer.key for layer in ready]
+
+    def _mountable_again(self, digest: str, variant: str, guards: Mapping[str, Guards]) -> tuple[str, Guards | None]:
+        """How to mount a layer that isn't: as it was, or, where that isn't to be had any more, in another way.
+
+        Raises:
+            UnavailableError: nobody would answer for data that are missing.
+        """
+        if variant == DIRECT:
+            raise UnavailableError(
+                f"layer sha256:{digest} was mounted from a store; only its store could mount it again"
+            )
+        watching = guards.get(variant) or next(iter(guards.values()), None)
+        if watching is not None:
+            return join_key(digest, watching.backend.variant), watching
+        if self.layers.missing(digest):
+            raise UnavailableError(f"layer sha256:{digest} lacks data, and this machine can't load lazily any more")
+        return digest, None
 
     def suspend(self) -> dict[str, list[Holder]]:
         """Unmount what needs somebody to answer for missing data, keeping uppers; what is whole is left standing.

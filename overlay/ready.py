@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from layerstore.cache.cache import Cache
 from layerstore.cache.packs import CachedPack
@@ -51,8 +52,13 @@ class Way:
 
 @dataclass
 class _Hold:
-    """One layer, mounted in one way."""
+    """One layer, mounted in one way.
 
+    ``name`` is that of no other hold, not of a former one of the same layer either: what one that ends releases must
+    not be what its successor has just taken.
+    """
+
+    name: str
     users: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     mountable: MountableLayer | None = None
@@ -70,6 +76,7 @@ class ReadyLayers:
         self._fetcher = fetcher
         self._lock = threading.Lock()
         self._holds: dict[str, _Hold] = {}
+        self._numbers = count(1)
 
     def take(
         self, layer: Layer, store: Store, way: Way, *, name: str = "IMAGE", progress: Progress = SILENT
@@ -85,7 +92,7 @@ class ReadyLayers:
         hold = self._enter(key)
         try:
             with hold.lock:
-                fetched = self._make_ready(hold, key, layer, store, way, name, progress)
+                fetched = self._make_ready(hold, layer, store, way, name, progress)
                 assert hold.mountable is not None
                 return hold.mountable, fetched
         except BaseException:
@@ -104,10 +111,10 @@ class ReadyLayers:
                 if hold.mountable is None:
                     digest, variant = known_key(key)
                     packs = self._known_packs(digest) if variant != DIRECT else ()
-                    self._cache.use(key, [digest, *(pack.hex for pack in packs)])
+                    self._cache.use(hold.name, [digest, *(pack.hex for pack in packs)])
                     devices = tuple(pack.data_path for pack in packs)
                     if guards is not None:
-                        devices = tuple(guards.device(pack, key) for pack in packs)
+                        devices = tuple(guards.device(pack, hold.name) for pack in packs)
                     hold.mountable = MountableLayer(digest, self._cache.metadata.path_of(digest), devices, variant)
                     hold.packs, hold.guards = packs, guards
                 return hold.mountable
@@ -137,8 +144,8 @@ class ReadyLayers:
                     return  # somebody came meanwhile
                 del self._holds[key]
             if hold.guards is not None:
-                hold.guards.release(hold.packs, key)
-            self._cache.release(key)
+                hold.guards.release(hold.packs, hold.name)
+            self._cache.release(hold.name)
 
     def needs_answers(self, keys: Sequence[str]) -> bool:
         """Whether one of these layers is mounted over data that may be missing."""
@@ -153,16 +160,16 @@ class ReadyLayers:
 
     def _enter(self, key: str) -> _Hold:
         with self._lock:
-            hold = self._holds.setdefault(key, _Hold())
+            hold = self._holds.get(key)
+            if hold is None:
+                hold = self._holds[key] = _Hold(f"{key} {next(self._numbers)}")
             hold.users += 1
             return hold
 
-    def _make_ready(
-        self, hold: _Hold, key: str, layer: Layer, store: Store, way: Way, name: str, progress: Progress
-    ) -> Fetched:
+    def _make_ready(self, hold: _Hold, layer: Layer, store: Store, way: Way, name: str, progress: Progress) -> Fetched:
         if hold.whole or (hold.guards is not None and way.mode == "lazy"):
             return Fetched()
-        self._cache.use(key, [layer.metadata.hex, *(pack.digest.hex for pack in layer.packs)])
+        self._cache.use(hold.name, [layer.metadata.hex, *(pack.digest.hex for pack in layer.packs)])
         fetched = Fetched()
         if not self._cache.metadata.has(layer):
             fetched += Fetched(1, layer.blob_size, layer.metadata_size)
@@ -173,7 +180,7 @@ class ReadyLayers:
             return fetched
         hold.packs = tuple(self._cache.pack(pack, store) for pack in layer.packs)
         if way.guards is not None:
-            devices = tuple(way.guards.device(pack, key) for pack in hold.packs)
+            devices = tuple(way.guards.device(pack, hold.name) for pack in hold.packs)
             hold.guards = way.guards
         else:
             devices = tuple(pack.data_path for pack in hold.packs)

@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +24,9 @@ from layerstore.image import load_image
 from layerstore.progress import SILENT, Progress
 from layerstore.version import FORMAT_VERSION, VERSION
 from overlay.images import Asked, NodeImage
+from overlay.layerkey import known_key
 from overlay.lazy.guards import Guards
+from overlay.lazy.holder import FUSE
 from overlay.node import Node
 from overlay.process import run_document
 from overlay.ready import DIRECT, Way
@@ -36,6 +39,7 @@ from overlay.service.request import SandboxRequest
 from overlay.service.written import written
 from prefetch.fetcher import Fetched
 
+_LOST = "its FUSE server ended: data that weren't there by then can't be read"
 _HOUSEKEEPING = 1.0
 """Seconds between two looks at what can be let go, has lived long enough, or is too much."""
 _FINISHING = 10.0
@@ -100,28 +104,43 @@ class Service:
         self._suspects.update(suspect)
         for id, doubt in suspect.items():
             self._log("sandbox is suspect", level="error", sandbox=id, why=doubt)
-            receipt = _receipt_of(self._node.sandboxes.get(id))
-            if receipt is not None:
-                self._node.sandboxes.update_receipt(id, receipt.doubted(doubt).to_json())
+            with self._logged(id):
+                receipt = _receipt_of(self._node.sandboxes.get(id))
+                if receipt is not None:
+                    self._node.sandboxes.update_receipt(id, receipt.doubted(doubt).to_json())
         for sandbox in self._node.sandboxes.list():
-            self._modes[sandbox.id] = sandbox.state.mode
+            self._remember(sandbox, by_variant.keys())
+        threading.Thread(target=self._keep_house, name="housekeeping", daemon=True).start()
+
+    def _remember(self, sandbox: Sandbox, variants: Collection[str]) -> None:
+        """Count a sandbox that was there before, and see what is special about it."""
+        self._modes[sandbox.id] = sandbox.state.mode
+        if any(_is_fuse(key) and known_key(key)[1] not in variants for key in sandbox.state.mounts):
+            self._troubles.setdefault(sandbox.id, _LOST)
+        with self._logged(sandbox.id):
             receipt = _receipt_of(sandbox)
             if receipt is not None and receipt.verification is Verification.SUSPECT:
                 self._suspects.add(sandbox.id)
             if receipt is not None and receipt.ttl is not None:
                 self._expiry[sandbox.id] = sandbox.state.created + receipt.ttl
-        threading.Thread(target=self._keep_house, name="housekeeping", daemon=True).start()
+
+    @contextmanager
+    def _logged(self, id: str) -> Iterator[None]:
+        """An error in the block concerns this sandbox alone."""
+        try:
+            yield
+        except ImgtoolError as error:
+            self._log("receipt can't be used", level="warning", sandbox=id, error=str(error))
 
     def lost(self, front: str) -> None:
         """A front end ended whose mounts can't be served any more."""
         guards = self._guards.get(front)
         if guards is None:
             return
-        dead = guards.backend.variant
         guards.lost()
         for sandbox in self._node.sandboxes.list():
-            if any(key.endswith(f".{dead}") for key in sandbox.state.mounts):
-                self._troubles[sandbox.id] = "its FUSE server ended: data that weren't there by then can't be read"
+            if any(_is_fuse(key) and known_key(key)[1] != guards.backend.variant for key in sandbox.state.mounts):
+                self._troubles[sandbox.id] = _LOST
 
     def close(self) -> None:
         self._ended.set()
@@ -509,6 +528,10 @@ class _Working:
 
     def __exit__(self, *exc: object) -> None:
         self._service.finish()
+
+
+def _is_fuse(key: str) -> bool:
+    return known_key(key)[1].startswith(FUSE)
 
 
 def _receipt_of(sandbox: Sandbox) -> Receipt | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import random
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,8 +27,8 @@ from layerstore.cache.framemap import MISSING, READY, UNVERIFIED, FrameMap
 from layerstore.cache.packs import CachedPack
 from layerstore.digest import Digest
 from layerstore.errors import CorruptError, NoSpaceError, NotFoundError, UnavailableError
-from layerstore.pack.format import BLOCK_SIZE, FrameRecord
-from layerstore.pack.stored import StoredPack
+from layerstore.pack.format import BLOCK_SIZE, FRAME_SIZE, FrameIndexHeader, FrameRecord
+from layerstore.pack.stored import Span, StoredPack
 
 
 @pytest.fixture
@@ -180,6 +182,46 @@ def test_a_writer_waits_for_another_one_of_the_same_frame(bench: CacheBench, mon
                 job.result(30)
         assert calls == [BLOCK_SIZE]
         assert bench.assert_right(cached) == [1]
+
+
+class IndexBlob:
+    """A blob that has a frame index and nothing else."""
+
+    def __init__(self, size: int, index: bytes) -> None:
+        self.size = size
+        self._index = index
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        return self._index
+
+    def __enter__(self) -> IndexBlob:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def test_ten_gibibytes_of_packs_take_a_few_megabytes_of_memory(
+    bench: CacheBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 40_000
+    records = b"".join(
+        FrameRecord(n * 999, n * FRAME_SIZE, hashlib.sha256(b"%d" % n).digest()).pack() for n in range(count)
+    )
+    index = FrameIndexHeader(count * FRAME_SIZE, count).pack() + records
+    end = count * 999
+    spans = (Span(end + 8, len(index), Digest.of(index)), Span(end + 8 + len(index), 99, Digest.of(b"")))
+    pack = StoredPack(Digest.of(b"raw"), count * FRAME_SIZE, Digest.of(b"blob"), end + len(index) + 999, *spans)
+    monkeypatch.setattr(bench.store, "open", lambda digest: IndexBlob(pack.blob_size, index))
+    with bench.open() as cache:
+        tracemalloc.start()
+        try:
+            cached = cache.pack(pack, bench.store)
+            used, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(cached.index) == count
+        shared = os.fstat(cached.frames.fd).st_size
+        assert (used + shared) / count < 100
 
 
 # -- failing disks ----------------------------------------------------------------------------------------------------
