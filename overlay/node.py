@@ -26,6 +26,7 @@ from overlay.lazy.guards import Guards
 from overlay.ready import DIRECT, ReadyLayers, Way
 from overlay.sandbox import Removal, Sandbox, Sandboxes, new_id
 from prefetch.fetcher import Fetched, Fetcher
+from prefetch.readahead import ReadAhead
 from prefetch.statistics import UNOBSERVED, Observer
 
 FILES = Way("eager", "files", "everything is fetched before the mount")
@@ -57,6 +58,7 @@ class Node:
         threads: int = 8,
         held: Mapping[str, tuple[int, int]] | None = None,
         observer: Observer = UNOBSERVED,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Take the root's cache.
 
@@ -66,6 +68,7 @@ class Node:
             threads: requests to stores at once.
             held: descriptors of packs that a process before this one had open: data and frame map, by hex.
             observer: is told what is fetched.
+            warn: is told, in one line, what was found damaged and what became of it.
 
         Raises:
             ConflictError: another process owns this root.
@@ -73,8 +76,8 @@ class Node:
         self.root = os.path.realpath(root)
         self.stores = Stores()
         self.images = Images(self.stores)
-        self.cache = Cache(self.root, limit=limit, held=held or {})
-        self.fetcher = Fetcher(self.stores.open, self._make_room, threads=threads, observer=observer)
+        self.cache = Cache(self.root, limit=limit, held=held or {}, warn=warn)
+        self.fetcher = Fetcher(self.stores.open, self._make_room, threads=threads, observer=observer, ahead=ReadAhead())
         self.sandboxes = Sandboxes(self.root)
         self.layers = ReadyLayers(self.cache, self.fetcher)
         self._lock = threading.Lock()

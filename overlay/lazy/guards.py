@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from layerstore.cache.packs import CachedPack
-from layerstore.errors import UnavailableError
+from layerstore.errors import UnavailableError, os_errors
 from overlay.lazy.custody import Custody
 from overlay.lazy.holder import FUSE, KEEPER
 from overlay.mountapi import MNT_DETACH, umount
@@ -67,13 +67,14 @@ class FuseBackend:
 
     name = "fuse"
 
-    def __init__(self, custody: Custody, directory: str, generation: int = 0) -> None:
-        """``directory`` is where mount points are made; ``generation`` the number of the one that is served, or 0."""
+    def __init__(self, custody: Custody, directory: str) -> None:
+        """``directory`` is where mount points are made, with numbers as names; the newest may be served already."""
         self._custody = custody
         self._directory = directory
         self._lock = threading.Lock()
-        self._generation = max(generation, 1)
-        self._running = generation > 0
+        numbers = [0, *_numbers(directory)]
+        self._running = _is_served(f"{directory}/{max(numbers)}")
+        self._generation = max(numbers) if self._running else max(numbers) + 1
 
     @property
     def variant(self) -> str:
@@ -89,16 +90,15 @@ class FuseBackend:
             dead = self.mount_point
             self._running = False
             self._generation += 1
-        try:
-            umount(dead, MNT_DETACH)
-            os.rmdir(dead)
-        except OSError:
-            pass  # somebody has been faster
+        _remove(dead)
 
     def guard(self, pack: CachedPack) -> str:
         with self._lock:
             if not self._running:
-                os.makedirs(self.mount_point, 0o700, exist_ok=True)
+                for number in _numbers(self._directory):
+                    _remove(f"{self._directory}/{number}")
+                with os_errors("make a mount point for packs"):
+                    os.makedirs(self.mount_point, 0o700, exist_ok=True)
                 self._custody.start_fuse(self.mount_point)
                 self._running = True
             mount_point = self.mount_point
@@ -107,6 +107,34 @@ class FuseBackend:
 
     def release(self, pack: CachedPack) -> None:
         self._custody.drop(pack.hex, FUSE)
+
+
+def _numbers(directory: str) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(directory) if name.isdecimal()]
+    except FileNotFoundError:
+        return []
+
+
+def _is_served(mount_point: str) -> bool:
+    """Whether a FUSE server answers there. stat doesn't tell: the kernel remembers the root of a dead one."""
+    try:
+        os.listdir(mount_point)
+        return os.stat(mount_point).st_dev != os.stat(os.path.dirname(mount_point)).st_dev
+    except OSError:
+        return False
+
+
+def _remove(mount_point: str) -> None:
+    """Unmount what a dead server has left."""
+    try:
+        umount(mount_point, MNT_DETACH)
+    except OSError:
+        pass  # it isn't mounted
+    try:
+        os.rmdir(mount_point)
+    except OSError:
+        pass  # somebody has been faster
 
 
 class Guards:

@@ -17,7 +17,18 @@ from collections.abc import Sequence
 from functools import partial
 
 from layerstore.errors import ConflictError, printable
-from overlay.lazy.holder import FUSE, HOLDER, KEEPER, LOCK, SUCCESSION, Holder, Holdings, connect, take_over
+from overlay.lazy.holder import (
+    FUSE,
+    HOLDER,
+    KEEPER,
+    LOCK,
+    SUCCESSION,
+    WORKER,
+    Holder,
+    Holdings,
+    connect,
+    take_over,
+)
 from overlay.lazy.link import Link
 from overlay.privilege import require_root
 from overlay.service.log import configure, descriptors, log
@@ -29,6 +40,11 @@ _DESCRIPTORS = 1 << 20
 """Two for each guarded pack, one for each waiting reader; and the keeper's own lie above those of readers."""
 
 
+_OOM_SCORE = {HOLDER: -900, KEEPER: -900, FUSE: -900, WORKER: -500}
+"""When memory is short, the worker goes first: it can be replaced with nobody noticing."""
+_KEEPER_NICE = -10
+
+
 class Roles:
     """What the holder's children do."""
 
@@ -38,11 +54,13 @@ class Roles:
     def begin(self, role: str) -> None:
         """Log as ``role``, and be called so by ps and top."""
         configure(role, to=self._options.log, format=self._options.log_format)
-        try:
-            with open("/proc/self/comm", "w", encoding="ascii") as stream:
-                stream.write(f"imgtool-{role}")
-        except OSError:
-            pass
+        _write("/proc/self/comm", f"imgtool-{role}")
+        _write("/proc/self/oom_score_adj", str(_OOM_SCORE[role]))
+        if role == KEEPER:  # readers wait for it, and it never works for long
+            try:
+                os.setpriority(os.PRIO_PROCESS, 0, _KEEPER_NICE)
+            except OSError:
+                pass
 
     def descriptors(self) -> tuple[int, ...]:
         return descriptors()
@@ -170,6 +188,14 @@ def _new_group(root: str) -> tuple[int | None, int | None]:
         log("no lazy loading by fanotify", why=why)
         return None, None
     return fanotify.init(), Journal.create().fd
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="ascii") as stream:
+            stream.write(text)
+    except OSError:
+        pass  # nice to have
 
 
 def raise_descriptor_limit() -> None:

@@ -62,6 +62,7 @@ class Worker:
             threads=options.threads,
             held=dict(holdings.packs),
             observer=_Observer(self.metrics),
+            warn=lambda text: log("damage", level="warning", what=text),
         )
         self._demand = Demand(self._node.fetcher, self._node.cache.known, self._observe)
         self._custody = Custody(
@@ -103,8 +104,7 @@ class Worker:
         if self._holdings.group is not None:
             guards[FANOTIFY] = Guards(FanotifyBackend(self._custody))
         if fuse_works() is None:
-            directory = f"{run_directory}/packs"
-            guards[FUSE] = Guards(FuseBackend(self._custody, directory, served_generation(directory)))
+            guards[FUSE] = Guards(FuseBackend(self._custody, f"{run_directory}/packs"))
         for name, front in ((FANOTIFY, KEEPER), (FUSE, FUSE)):
             if name in guards:
                 guards[name].adopt(self._known(self._holdings.of(front)))
@@ -191,19 +191,3 @@ class _Observer:
 
     def failed(self, pack: CachedPack, numbers: Sequence[int], error: ImgtoolError) -> None:
         log("fetch failed", level="warning", pack=pack.hex[:12], frames=list(numbers), error=str(error))
-
-
-def served_generation(directory: str) -> int:
-    """The newest FUSE mount in ``directory`` that somebody serves; 0 if none does."""
-    try:
-        names = sorted((int(name) for name in os.listdir(directory) if name.isdigit()), reverse=True)
-    except FileNotFoundError:
-        return 0
-    for number in names:
-        try:
-            os.listdir(f"{directory}/{number}")  # stat would be answered for a dead one, from what the kernel remembers
-        except OSError:
-            continue  # its server is dead
-        if os.stat(f"{directory}/{number}").st_dev != os.stat(directory).st_dev:
-            return number
-    return 0

@@ -123,11 +123,6 @@ def descriptors() -> set[str]:
     }
 
 
-def blob_with(bench: CacheBench, pack: StoredPack, content: bytes) -> None:
-    """Replace the pack's blob in the store."""
-    bench.store.content[pack.blob] = (content, 0)
-
-
 def digest_of(cached: CachedPack) -> Digest:
     """Of the whole data file."""
     return Digest.of(Path(cached.data_path).read_bytes())

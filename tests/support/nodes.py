@@ -14,6 +14,7 @@ from typing import Self
 
 from layerstore.errors import ImgtoolError
 from overlay import mountinfo
+from overlay.lazy.choice import fanotify_works
 from overlay.mountapi import MNT_DETACH, umount
 from overlay.service.client import Client
 from overlay.service.place import run_directory
@@ -44,6 +45,7 @@ class NodeService:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._pids: set[int] = set()
+        self._has_keeper = fanotify_works(root) is None
 
     def start(self) -> Client:
         """Start it and wait until it answers."""
@@ -69,14 +71,17 @@ class NodeService:
         return Client(self.root)
 
     def pids(self) -> dict[str, int]:
-        """Of all processes, as the service knows them; waits while there is no worker to ask."""
+        """Of all processes, as the service knows them; waits while one is missing.
+
+        To kill the last one that holds the fanotify group is another matter: see :meth:`kill_all`.
+        """
         found: dict[str, int] = {}
 
         def asked() -> bool:
             with contextlib.suppress(ImgtoolError), self.client() as client:
                 found.clear()
                 found.update({role: int(pid) for role, pid in client.status().raw["pids"].items()})
-            return "worker" in found
+            return found.keys() >= {"holder", "worker"} and ("keeper" in found or not self._has_keeper)
 
         eventually(asked, "somebody answers")
         self._pids.update(found.values())

@@ -149,7 +149,13 @@ def check_all(directory: str) -> int:
             if error.errno not in _READ_ERRORS:
                 raise
             return 1
-        if content != expected(name, 0, len(content)):
+        right = expected(name, 0, len(content))
+        if content != right:
+            for at in range(0, len(content), 4096):
+                got = content[at : at + 4096]
+                if got != right[at : at + 4096]:
+                    kind = "zeros" if not any(got) else "wrong"
+                    print(f"{directory}/{name}: block {at // 4096} is {kind}", file=sys.stderr)
             return 2
     return 0
 
