@@ -22,6 +22,8 @@ from prefetch.statistics import Priority, Tally
 
 RAW_PER_READ = FRAMES_PER_READ * FRAME_SIZE
 """Bytes that one read brings at most, if it is more than one frame: packs of others may have larger frames."""
+SLOWEST = 128 << 10
+"""Bytes a second below which a link counts as one that doesn't answer; :mod:`layerstore.store.httpget` has it, too."""
 
 
 class Want:
@@ -129,6 +131,13 @@ class Read:
     @property
     def numbers(self) -> range:
         return range(self.frames[0].number, self.frames[-1].number + 1)
+
+    @property
+    def expected(self) -> float:
+        """When a link that is slow, but not too slow, has brought all of it: a read that gets on is not given up."""
+        first, _ = self.pack.index.raw_range(self.numbers[0])
+        last, length = self.pack.index.raw_range(self.numbers[-1])
+        return self.started + (last + length - first) / SLOWEST
 
 
 class Backlog:

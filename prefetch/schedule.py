@@ -39,7 +39,7 @@ class Schedule:
         self._background_most = background
         self._background_beside = min(background, BACKGROUND_BESIDE_DEMAND)
         self._backlog = Backlog()
-        self._reads: dict[Read, None] = {}  # in order of their start
+        self._reads: dict[Read, None] = {}
         self._background = 0
         self._demanded = -NEVER
         self._deadlines: list[tuple[float, int, Want]] = []
@@ -207,17 +207,12 @@ class Schedule:
             self.local -= 1
 
     def due(self, since: float) -> float:
-        """When the oldest read that the store has not answered began, and ``since`` if there is none before."""
-        return min(since, next((read.started for read in self._reads if not read.arrived), since))
+        """When the first of the reads that the store has not answered should have been; ``since`` if that is before."""
+        return min(since, min((read.expected for read in self._reads if not read.arrived), default=since))
 
     def give_up(self, before: float) -> list[Read]:
-        """Reads that began ``before`` and have no answer: they no longer count. Their frames are to be refused."""
-        late = []
-        for read in self._reads:
-            if read.started > before:
-                break
-            if not read.arrived:
-                late.append(read)
+        """Reads that should have been answered ``before``: they no longer count. Their frames are to be refused."""
+        late = [read for read in self._reads if not read.arrived and read.expected <= before]
         for read in late:
             self._leave(read)
             assert read.thread is not None
