@@ -10,8 +10,8 @@ Four node services have debian:full in their caches and read the same files thro
 
 * **eager**: fetched before it was mounted. Nothing of ours is in the path.
 * **released**: mounted while nothing was there, then read, all of it; the guard is gone, the mount is the same.
-* **guarded (fanotify)**, **guarded (fuse)**: the same, but the largest file was not read: its frames are missing, so the
-  pack stays guarded, and every read that the page cache of the layer can't serve is an event, answered at once.
+* **guarded (fanotify)**, **guarded (fuse)**: the same, but the largest file was not read: its frames are missing, so
+  the pack stays guarded, and every read that the page cache of the layer can't serve is an event, answered at once.
 
 *Pages* reads random pages of 4 KiB, each of which misses the page cache of the layer's files; the pack's own pages are
 in memory. Only one page is read at a time (``POSIX_FADV_RANDOM``). The difference to eager is what an event costs.
@@ -51,10 +51,7 @@ class Mounted:
     node: service.Service
     top: Path
     files: Sequence[str]
-
-    @property
-    def largest(self) -> str:
-        return max(self.files, key=lambda name: (self.top / name).stat().st_size)
+    largest: str
 
     def read_whole(self, *, but: str = "") -> tuple[float, int]:
         """Seconds and bytes."""
@@ -113,7 +110,7 @@ def mount(node: service.Service, store: Path, mode: Mode, backend: Backend | Non
         for name in names
         if os.path.isfile(path := os.path.join(folder, name)) and not os.path.islink(path)
     ]
-    return Mounted(node, top, sorted(files))
+    return Mounted(node, top, sorted(files), max(files, key=lambda name: (top / name).stat().st_size))
 
 
 def fill(mounted: Mounted, *, but: str = "") -> None:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from layerstore.errors import ImgtoolError, UnavailableError
-from overlay.lazy.holder import SUCCESSION, WORKER, Log, connect
+from overlay.lazy.holder import WORKER, Log, connect
 from overlay.lazy.link import Link, Message
 
 PATIENCE = 20.0
 """Seconds until a request to the holder is given up: a keeper is started anew in far less."""
+_ORPHANED = 1.0
+"""Seconds without any holder after which the worker starts one. A keeper would have done it by then."""
 _GLANCE = 2.0
 """Seconds for what is only to be shown."""
 
@@ -120,7 +122,7 @@ class Custody:
 
     def _listen(self) -> None:
         while not self._closed:
-            link = connect(self._directory, WORKER, patience=SUCCESSION / 2)
+            link = connect(self._directory, WORKER, patience=_ORPHANED)
             if link is None:
                 self._log("no holder and no keeper", level="error")
                 self._orphaned()

@@ -8,6 +8,7 @@ one from what it holds itself, the keeper first, the worker if the keeper is gon
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import selectors
@@ -26,6 +27,7 @@ Log = Callable[..., None]
 HOLDER, KEEPER, WORKER, FUSE = "holder", "keeper", "worker", "fuse"
 LOCK = "lock"
 _SOCKET = "holder.sock"
+_ALONE = "holder.lock"
 _RESTARTS = "restarts.json"
 _BACKOFF = (0.0, 0.1, 0.5, 2.0, 5.0)
 """Seconds before a process that keeps ending is started again."""
@@ -155,6 +157,12 @@ class Holder:
     def __init__(
         self, run_directory: str, holdings: Holdings, roles: Roles, log: Log, keeping: Keeping | None = None
     ) -> None:
+        """Become the holder.
+
+        Raises:
+            ConflictError: there is one. Several who find it dead may start a successor; with two of them there would
+                be two keepers, and an event's number would mean two events.
+        """
         self._directory = run_directory
         self._holdings = holdings
         self._roles = roles
@@ -168,7 +176,7 @@ class Holder:
         self._fuse_directory = ""
         self._ending = False
         self._stop_asked = False
-        self._successor: Link | None = None
+        self._alone = _only_holder(f"{run_directory}/{_ALONE}")
         self._control = self._listen()
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -240,6 +248,7 @@ class Holder:
     def _let_go(self) -> None:
         self._selector.close()
         self._control.close()
+        os.close(self._alone)
         os.close(self._wake)
         os.close(self._wake_write)
         for member in self._members.values():
@@ -552,7 +561,7 @@ class Holder:
         if self._keeping is not None:
             for name in ["group", *self._holdings.packs]:
                 self._keeping.remove(name)
-        for name in (_SOCKET, _RESTARTS, "node.sock", LOCK):  # the lock last: then another one may begin
+        for name in (_SOCKET, _ALONE, _RESTARTS, "node.sock", LOCK):  # the lock last: then another one may begin
             try:
                 os.unlink(f"{self._directory}/{name}")
             except FileNotFoundError:
@@ -562,6 +571,24 @@ class Holder:
                 os.rmdir(f"{self._directory}/{name}")
             except OSError:
                 pass  # not there, or not only ours: that of the default root has those of the others in it
+
+
+def _only_holder(path: str) -> int:
+    """Take the lock that holders have one after the other; a predecessor that is ending gets a moment.
+
+    It is a lock of the process (POSIX), which children and heirs of its descriptors don't share.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    until = time.monotonic() + _SOON / 2
+    while True:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > until:
+                os.close(fd)
+                raise ConflictError("another process is the holder already") from None
+            time.sleep(0.02)
 
 
 def _wait_for(pidfd: int, seconds: float) -> None:
@@ -603,6 +630,8 @@ def succeed(run_directory: str, holdings: Holdings, roles: Roles, log: Log) -> N
         close_others(keep)
         Holder(run_directory, holdings, roles, log).run(found=True)
         code = 0
+    except ConflictError:
+        code = 0  # somebody was faster
     except BaseException as error:
         log("ended by an error", level="error", role=HOLDER, error=f"{type(error).__name__}: {error}")
     finally:

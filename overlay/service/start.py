@@ -222,7 +222,11 @@ def _continue(arguments: Sequence[str]) -> None:
     roles.begin(HOLDER)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    Holder(directory, holdings, roles, log).run(found=True)
+    try:
+        holder = Holder(directory, holdings, roles, log)
+    except ConflictError:
+        return  # the keeper lives, and was faster
+    holder.run(found=True)
 
 
 if __name__ == "__main__":
