@@ -41,10 +41,6 @@ class Service:
     def pids(self) -> list[int]:
         return list(self.status()["pids"].values())
 
-    def data_files(self) -> list[Path]:
-        """Of packs in its cache."""
-        return sorted(self.root.glob("cache/packs/sha256/*/data"))
-
 
 @contextlib.contextmanager
 def running(root: Path, *options: str) -> Iterator[Service]:

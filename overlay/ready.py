@@ -1,18 +1,20 @@
 """Layers made ready to be mounted: metadata on the node, data fetched or guarded, and kept so while somebody uses them.
 
-A layer is held once for each sandbox that stands on it. The first to come makes it ready and the others wait for that;
-with the last, its packs may be evicted again.
+A layer is held once for each sandbox that stands on it. The first to come makes it ready and the others wait for that,
+but not for data: who fetches everything does so on his own. With the last, its packs may be evicted again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
 from layerstore.cache.cache import Cache
 from layerstore.cache.packs import CachedPack
+from layerstore.errors import UnavailableError
 from layerstore.image import Layer
 from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import Store
@@ -54,8 +56,15 @@ class Way:
 class _Hold:
     """One layer, mounted in one way.
 
-    ``name`` is that of no other hold, not of a former one of the same layer either: what one that ends releases must
-    not be what its successor has just taken.
+    Attributes:
+        name: of no other hold, not of a former one of the same layer either: what one that ends releases must not be
+            what its successor has just taken.
+        users: how many; guarded by the lock of all holds.
+        lock: around making it ready and letting it go, and everything below.
+        mountable: once it is ready.
+        packs: of which it is made.
+        guards: that watch its packs; None: nobody does, and it is whole or not ready.
+        whole: all that the layer refers to is there, and durable.
     """
 
     name: str
@@ -65,7 +74,6 @@ class _Hold:
     packs: tuple[CachedPack, ...] = ()
     guards: Guards | None = None
     whole: bool = False
-    """All that the layer refers to is there, and durable."""
 
 
 class ReadyLayers:
@@ -86,88 +94,24 @@ class ReadyLayers:
         ``name`` is that of the image, for what an error advises.
 
         Raises:
+            UnavailableError: its packs can't be guarded.
             And what fetching raises; the layer isn't held then.
         """
-        key = join_key(layer.metadata.hex, way.variant)
-        hold = self._enter(key)
-        try:
+        with self._entered(join_key(layer.metadata.hex, way.variant)) as (key, hold):
             with hold.lock:
-                fetched = self._make_ready(hold, layer, store, way, name, progress)
-                assert hold.mountable is not None
-                return hold.mountable, fetched
-        except BaseException:
-            self.give_back(key)
-            raise
+                fetched = self._prepare(hold, key, layer, store, way, name)
+            if way.mode == "eager" and not hold.whole:
+                fetched += self._fetcher.run(plan_eager([layer], self._cache, store), progress=progress)
+                with hold.lock:
+                    hold.whole = True
+                    if hold.mountable is None:
+                        hold.mountable = self._from_files(key, hold.packs)
+            assert hold.mountable is not None
+            return hold.mountable, fetched
 
-    def retake(self, key: str, guards: Guards | None) -> MountableLayer:
-        """Hold a layer that a sandbox stands on since before this process began, from what the cache has of it.
-
-        Raises:
-            NotFoundError, CorruptError: the cache lacks its metadata image or a pack.
-        """
-        hold = self._enter(key)
-        try:
-            with hold.lock:
-                if hold.mountable is None:
-                    digest, variant = known_key(key)
-                    packs = self._known_packs(digest) if variant != DIRECT else ()
-                    self._cache.use(hold.name, [digest, *(pack.hex for pack in packs)])
-                    devices = tuple(pack.data_path for pack in packs)
-                    if guards is not None:
-                        devices = tuple(guards.device(pack, hold.name) for pack in packs)
-                    hold.mountable = MountableLayer(digest, self._cache.metadata.path_of(digest), devices, variant)
-                    hold.packs, hold.guards = packs, guards
-                return hold.mountable
-        except BaseException:
-            self.give_back(key)
-            raise
-
-    def missing(self, digest: str) -> list[str]:
-        """The packs, by hex, of which the cache lacks something that the layer refers to."""
-        found = []
-        for use in self._cache.metadata.uses_of(digest):
-            pack = self._cache.known(use.pack)
-            if pack.lacks(frames_used(use, pack.index)):
-                found.append(pack.hex)
-        return found
-
-    def give_back(self, key: str) -> None:
-        """One user less. The layer's mount has to be gone with the last one, or on its way out."""
-        with self._lock:
-            hold = self._holds[key]
-            hold.users -= 1
-            if hold.users:
-                return
-        with hold.lock:
-            with self._lock:
-                if hold.users:
-                    return  # somebody came meanwhile
-                del self._holds[key]
-            if hold.guards is not None:
-                hold.guards.release(hold.packs, hold.name)
-            self._cache.release(hold.name)
-
-    def needs_answers(self, keys: Sequence[str]) -> bool:
-        """Whether one of these layers is mounted over data that may be missing."""
-        with self._lock:
-            holds = [self._holds[key] for key in keys if key in self._holds]
-        return any(hold.guards is not None and not all(pack.complete for pack in hold.packs) for hold in holds)
-
-    def users(self) -> dict[str, int]:
-        """Of each layer that is held, by key."""
-        with self._lock:
-            return {key: hold.users for key, hold in self._holds.items()}
-
-    def _enter(self, key: str) -> _Hold:
-        with self._lock:
-            hold = self._holds.get(key)
-            if hold is None:
-                hold = self._holds[key] = _Hold(f"{key} {next(self._numbers)}")
-            hold.users += 1
-            return hold
-
-    def _make_ready(self, hold: _Hold, layer: Layer, store: Store, way: Way, name: str, progress: Progress) -> Fetched:
-        if hold.whole or (hold.guards is not None and way.mode == "lazy"):
+    def _prepare(self, hold: _Hold, key: str, layer: Layer, store: Store, way: Way, name: str) -> Fetched:
+        """All that can be done before the data of an eager one are there; ``hold.lock`` is held."""
+        if hold.whole or (hold.mountable is not None and way.guards is not None):
             return Fetched()
         self._cache.use(hold.name, [layer.metadata.hex, *(pack.digest.hex for pack in layer.packs)])
         fetched = Fetched()
@@ -180,15 +124,111 @@ class ReadyLayers:
             return fetched
         hold.packs = tuple(self._cache.pack(pack, store) for pack in layer.packs)
         if way.guards is not None:
-            devices = tuple(way.guards.device(pack, hold.name) for pack in hold.packs)
-            hold.guards = way.guards
-        else:
-            devices = tuple(pack.data_path for pack in hold.packs)
-            fetched += self._fetcher.run(plan_eager([layer], self._cache, store), progress=progress)
-            hold.whole = True
-        if hold.mountable is None:
-            hold.mountable = MountableLayer(layer.metadata.hex, image, devices, way.variant)
+            hold.mountable = self._guarded(hold, key, way.guards)
         return fetched
 
-    def _known_packs(self, digest: str) -> tuple[CachedPack, ...]:
-        return tuple(self._cache.known(hex) for hex in self._cache.metadata.packs_of(digest))
+    def retake(self, key: str, guards: Guards | None) -> MountableLayer:
+        """Hold a layer that a sandbox stands on since before this process began, from what the cache has of it.
+
+        Args:
+            key: of its mount.
+            guards: that watch its packs; None: what it refers to has to be there.
+
+        Raises:
+            NotFoundError, CorruptError: the cache lacks its metadata image or a pack.
+            UnavailableError: its packs can't be guarded, or nobody would and data are missing.
+        """
+        digest, variant = known_key(key)
+        with self._entered(key) as (_, hold), hold.lock:
+            if hold.mountable is None:
+                names = [] if variant == DIRECT else self._cache.metadata.packs_of(digest)
+                self._cache.use(hold.name, [digest, *names])
+                hold.packs = tuple(self._cache.known(hex) for hex in names)
+                if variant == DIRECT:
+                    hold.mountable = self._from_files(key, ())
+                elif guards is not None:
+                    hold.mountable = self._guarded(hold, key, guards)
+                else:
+                    self._require_whole(digest)
+                    hold.mountable, hold.whole = self._from_files(key, hold.packs), True
+            return hold.mountable
+
+    def _guarded(self, hold: _Hold, key: str, guards: Guards) -> MountableLayer:
+        digest, variant = known_key(key)
+        hold.guards = guards  # of some of them, should it fail
+        devices = tuple(guards.device(pack, hold.name) for pack in hold.packs)
+        if guards.backend.variant != variant:
+            raise UnavailableError("the FUSE server ended just now; try again")
+        return MountableLayer(digest, self._cache.metadata.path_of(digest), devices, variant)
+
+    def _from_files(self, key: str, packs: Sequence[CachedPack]) -> MountableLayer:
+        digest, variant = known_key(key)
+        devices = tuple(pack.data_path for pack in packs)
+        return MountableLayer(digest, self._cache.metadata.path_of(digest), devices, variant)
+
+    def _require_whole(self, digest: str) -> None:
+        """Raises UnavailableError unless all that a layer refers to is there, verified and durable."""
+        for use in self._cache.metadata.uses_of(digest):
+            pack = self._cache.known(use.pack)
+            if not all(pack.verify(number) for number in pack.unready(frames_used(use, pack.index))):
+                raise UnavailableError(
+                    f"layer sha256:{digest} lacks data, and nothing here can load it lazily any more"
+                )
+            pack.sync()
+
+    def missing(self, digest: str) -> list[str]:
+        """The packs, by hex, of which the cache lacks something that the layer refers to."""
+        found = []
+        for use in self._cache.metadata.uses_of(digest):
+            pack = self._cache.known(use.pack)
+            if pack.lacks(frames_used(use, pack.index)):
+                found.append(pack.hex)
+        return found
+
+    def give_back(self, key: str) -> None:
+        """One user less. The layer's mount has to be gone with the last one, or on its way out. Never raises."""
+        with self._lock:
+            hold = self._holds[key]
+            hold.users -= 1
+            if hold.users:
+                return
+        with hold.lock:
+            with self._lock:
+                if hold.users or self._holds.get(key) is not hold:
+                    return  # somebody has come meanwhile, or has come and gone
+                del self._holds[key]
+            try:
+                if hold.guards is not None:
+                    hold.guards.release(hold.packs, hold.name)
+            finally:
+                self._cache.release(hold.name)
+
+    def needs_answers(self, keys: Sequence[str]) -> bool:
+        """Whether one of these layers may be mounted over data that are missing, or reads through a server."""
+        with self._lock:
+            holds = [(key, self._holds.get(key)) for key in keys]
+        return any(
+            hold.guards is not None and hold.guards.needs(hold.packs)
+            if hold is not None
+            else known_key(key)[1] != DIRECT  # it could not be taken again: nobody knows what it lacks
+            for key, hold in holds
+        )
+
+    def users(self) -> dict[str, int]:
+        """Of each layer that is held, by key."""
+        with self._lock:
+            return {key: hold.users for key, hold in self._holds.items()}
+
+    @contextmanager
+    def _entered(self, key: str) -> Iterator[tuple[str, _Hold]]:
+        """One user more, unless the block raises."""
+        with self._lock:
+            hold = self._holds.get(key)
+            if hold is None:
+                hold = self._holds[key] = _Hold(f"{key} {next(self._numbers)}")
+            hold.users += 1
+        try:
+            yield key, hold
+        except BaseException:
+            self.give_back(key)
+            raise

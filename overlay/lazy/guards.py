@@ -1,15 +1,17 @@
 """Guards: which packs are watched for reads of what isn't there, on whose behalf, and until when.
 
 A pack has to be guarded before the kernel opens it as a device: an EROFS mount that was made earlier raises no events
-(measured on 6.18). It may be let go when it is complete, or when nothing has it open, which the kernel is asked: a
-mount that was detached lives on as long as somebody stands in it.
+(measured on 6.18). It may be let go when it is complete and its reads don't go through a server, or when nothing has
+it open, which the kernel is asked: a mount that was detached lives on as long as somebody stands in it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from layerstore.cache.packs import CachedPack
@@ -32,6 +34,11 @@ class Backend(Protocol):
         """Of the mounts that are made over its devices, see :class:`overlay.layers.MountableLayer`."""
         ...
 
+    @property
+    def in_path(self) -> bool:
+        """Whether its mounts need it for as long as they live, even for packs that are complete."""
+        ...
+
     def guard(self, pack: CachedPack) -> str:
         """Watch the pack; the path to give to the kernel. Repeating it changes nothing."""
         ...
@@ -47,6 +54,7 @@ class FanotifyBackend:
 
     name = "fanotify"
     variant = ""
+    in_path = False
 
     def __init__(self, custody: Custody) -> None:
         self._custody = custody
@@ -63,18 +71,27 @@ class FanotifyBackend:
 
 
 class FuseBackend:
-    """Packs as files of a FUSE mount. When its server ends, so do its mounts: the next one has its own directory."""
+    """Packs as files of a FUSE mount. When its server ends, so do its mounts: the next one has its own directory.
+
+    A directory is called by the time at which it was chosen, so that no mount of a layer, which bears that name too,
+    is ever taken for one of another server.
+    """
 
     name = "fuse"
+    in_path = True
 
     def __init__(self, custody: Custody, directory: str) -> None:
-        """``directory`` is where mount points are made, with numbers as names; the newest may be served already."""
+        """``directory`` is where mount points are made; the newest may be served already, others there are dead."""
         self._custody = custody
         self._directory = directory
+        self._starting = threading.Lock()
         self._lock = threading.Lock()
-        numbers = [0, *_numbers(directory)]
-        self._running = _is_served(f"{directory}/{max(numbers)}")
-        self._generation = max(numbers) if self._running else max(numbers) + 1
+        numbers = _numbers(directory)
+        self._running = bool(numbers) and _is_served(f"{directory}/{max(numbers)}")
+        self._generation = max(numbers) if self._running else _next_generation(max(numbers, default=0))
+        for number in numbers:
+            if number != self._generation:
+                _remove(f"{directory}/{number}")
 
     @property
     def variant(self) -> str:
@@ -89,24 +106,157 @@ class FuseBackend:
         with self._lock:
             dead = self.mount_point
             self._running = False
-            self._generation += 1
+            self._generation = _next_generation(self._generation)
         _remove(dead)
 
     def guard(self, pack: CachedPack) -> str:
-        with self._lock:
-            if not self._running:
-                for number in _numbers(self._directory):
-                    _remove(f"{self._directory}/{number}")
-                with os_errors("make a mount point for packs"):
-                    os.makedirs(self.mount_point, 0o700, exist_ok=True)
-                self._custody.start_fuse(self.mount_point)
-                self._running = True
-            mount_point = self.mount_point
+        mount_point = self._serving()
         self._custody.hold(pack.hex, FUSE, pack.data_fd, pack.frames.fd)
         return f"{mount_point}/{pack.hex}"
 
+    def _serving(self) -> str:
+        """The mount point of the server, which is started if there is none."""
+        with self._starting:  # one does that, and others wait for it
+            with self._lock:
+                mount_point = self.mount_point
+                if self._running:
+                    return mount_point
+            with os_errors("make a directory for mount points of packs"):
+                os.makedirs(self._directory, 0o700, exist_ok=True)
+            self._custody.start_fuse(mount_point)
+            with self._lock:
+                self._running = self.mount_point == mount_point  # else it has been lost again
+            return mount_point
+
     def release(self, pack: CachedPack) -> None:
         self._custody.drop(pack.hex, FUSE)
+
+
+class Guards:
+    """The packs that one backend watches. Any thread may call.
+
+    Nobody waits for the backend under the lock; changes to the guard of one pack are made one after the other.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._changed = threading.Condition()
+        self._changing: set[str] = set()
+        self._users: dict[str, set[str]] = {}
+        self._packs: dict[str, CachedPack] = {}
+        """Those that are guarded, or may be: the backend didn't say."""
+
+    def adopt(self, packs: Sequence[CachedPack]) -> None:
+        """These were guarded when this process began."""
+        with self._changed:
+            self._packs.update((pack.hex, pack) for pack in packs)
+
+    def count(self) -> int:
+        with self._changed:
+            return len(self._packs)
+
+    def packs(self) -> list[CachedPack]:
+        """Those that are guarded, and haven't been evicted a moment ago."""
+        with self._changed:
+            return [pack for pack in self._packs.values() if pack.data_fd >= 0]
+
+    def needs(self, packs: Sequence[CachedPack]) -> bool:
+        """Whether a mount over these needs somebody to answer."""
+        return bool(packs) and (self.backend.in_path or not all(pack.complete for pack in packs))
+
+    def device(self, pack: CachedPack, user: str) -> str:
+        """The path to mount ``pack`` by, guarded on behalf of ``user`` unless it is complete.
+
+        The pack has to be in use, so that it isn't evicted.
+
+        Raises:
+            UnavailableError: it can't be guarded.
+        """
+        with self._alone_with(pack.hex):
+            path = pack.data_path if pack.complete else self._guarded(pack)
+            with self._changed:
+                self._users.setdefault(pack.hex, set()).add(user)
+            return path
+
+    def _guarded(self, pack: CachedPack) -> str:
+        with self._changed:
+            self._packs[pack.hex] = pack  # whatever comes of this, sweep lets go of it
+        path = self.backend.guard(pack)
+        with self._changed:
+            self._packs[pack.hex] = pack  # should all have been lost meanwhile, to the server before
+        return path
+
+    def release(self, packs: Sequence[CachedPack], user: str) -> None:
+        """``user`` has no mount over them any more. What can't be let go at once is left to :meth:`sweep`."""
+        with self._changed:
+            for pack in packs:
+                users = self._users.get(pack.hex, set())
+                users.discard(user)
+                if not users:
+                    self._users.pop(pack.hex, None)
+        self._let_go([pack.hex for pack in packs])
+
+    def sweep(self) -> list[str]:
+        """Let go of what needs no guard any more; their digests, hex."""
+        with self._changed:
+            hexes = list(self._packs)
+        return self._let_go(hexes)
+
+    def incomplete(self) -> int:
+        """The number of packs that the kernel has open and that lack data: somebody has to answer for them."""
+        return sum(not pack.complete and _is_open(pack) for pack in self.packs())
+
+    def lost(self) -> None:
+        """Nobody guards them any more, and what was mounted over them gives errors."""
+        with self._changed:
+            self._packs.clear()
+            self._users.clear()
+        self.backend.lost()
+
+    def _let_go(self, hexes: Sequence[str]) -> list[str]:
+        gone = []
+        for hex in hexes:
+            with self._alone_with(hex):
+                with self._changed:
+                    pack, used = self._packs.get(hex), hex in self._users
+                if pack is None or not self._is_needless(pack, used):
+                    continue
+                try:
+                    self.backend.release(pack)
+                except UnavailableError:
+                    break  # nor would the others be: next time
+                with self._changed:
+                    self._packs.pop(hex, None)
+                gone.append(hex)
+        return gone
+
+    def _is_needless(self, pack: CachedPack, used: bool) -> bool:
+        if not self.backend.in_path and pack.complete:
+            return True
+        return not used and not _is_open(pack)
+
+    @contextmanager
+    def _alone_with(self, hex: str) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: hex not in self._changing)
+            self._changing.add(hex)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._changing.discard(hex)
+                self._changed.notify_all()
+
+
+def _is_open(pack: CachedPack) -> bool:
+    try:
+        return pack.is_open_elsewhere()
+    except UnavailableError:
+        return False  # it has been evicted, so it wasn't
+
+
+def _next_generation(last: int) -> int:
+    return max(last + 1, time.time_ns() // 1_000_000)
 
 
 def _numbers(directory: str) -> list[int]:
@@ -135,81 +285,3 @@ def _remove(mount_point: str) -> None:
         os.rmdir(mount_point)
     except OSError:
         pass  # somebody has been faster
-
-
-class Guards:
-    """The packs that one backend watches. Any thread may call."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self._lock = threading.Lock()
-        self._users: dict[str, set[str]] = {}
-        self._packs: dict[str, CachedPack] = {}
-
-    def adopt(self, packs: Sequence[CachedPack]) -> None:
-        """These were guarded when this process began."""
-        with self._lock:
-            for pack in packs:
-                self._packs[pack.hex] = pack
-                self._users.setdefault(pack.hex, set())
-
-    def guards(self, pack: CachedPack) -> bool:
-        with self._lock:
-            return pack.hex in self._packs
-
-    def count(self) -> int:
-        with self._lock:
-            return len(self._packs)
-
-    def device(self, pack: CachedPack, user: str) -> str:
-        """The path to mount ``pack`` by, guarded on behalf of ``user`` unless it is complete.
-
-        Raises:
-            UnavailableError: it can't be guarded.
-        """
-        with self._lock:
-            self._users.setdefault(pack.hex, set()).add(user)
-            if pack.complete:
-                return pack.data_path
-            try:
-                path = self.backend.guard(pack)
-            except UnavailableError:
-                self._users[pack.hex].discard(user)
-                raise
-            self._packs[pack.hex] = pack
-            return path
-
-    def release(self, packs: Sequence[CachedPack], user: str) -> None:
-        """``user`` has no mount over them any more."""
-        with self._lock:
-            for pack in packs:
-                self._users.get(pack.hex, set()).discard(user)
-        self.sweep()
-
-    def sweep(self) -> list[str]:
-        """Let go of what needs no guard any more; their digests, hex."""
-        gone = []
-        with self._lock:
-            for hex, pack in list(self._packs.items()):
-                if pack.complete or (not self._users.get(hex) and not pack.is_open_elsewhere()):
-                    self.backend.release(pack)
-                    del self._packs[hex]
-                    gone.append(hex)
-            for hex in [hex for hex, users in self._users.items() if not users and hex not in self._packs]:
-                del self._users[hex]
-        return gone
-
-    def incomplete(self) -> int:
-        """The number of packs that the kernel has open and that lack data: somebody has to answer for them."""
-        return sum(pack.is_open_elsewhere() for pack in self.packs() if not pack.complete)
-
-    def packs(self) -> list[CachedPack]:
-        with self._lock:
-            return list(self._packs.values())
-
-    def lost(self) -> None:
-        """Nobody guards them any more, and what was mounted over them gives errors."""
-        self.backend.lost()
-        with self._lock:
-            self._packs.clear()
-            self._users.clear()

@@ -43,6 +43,7 @@ _DESCRIPTORS = 1 << 20
 _OOM_SCORE = {HOLDER: -900, KEEPER: -900, FUSE: -900, WORKER: -500}
 """When memory is short, the worker goes first: it can be replaced with nobody noticing."""
 _KEEPER_NICE = -10
+"""Readers wait for it, and it never works for long."""
 
 
 class Roles:
@@ -56,11 +57,10 @@ class Roles:
         configure(role, to=self._options.log, format=self._options.log_format)
         _write("/proc/self/comm", f"imgtool-{role}")
         _write("/proc/self/oom_score_adj", str(_OOM_SCORE[role]))
-        if role == KEEPER:  # readers wait for it, and it never works for long
-            try:
-                os.setpriority(os.PRIO_PROCESS, 0, _KEEPER_NICE)
-            except OSError:
-                pass
+        try:  # always, since a holder may be forked from a keeper
+            os.setpriority(os.PRIO_PROCESS, 0, _KEEPER_NICE if role == KEEPER else 0)
+        except OSError:
+            pass
 
     def descriptors(self) -> tuple[int, ...]:
         return descriptors()

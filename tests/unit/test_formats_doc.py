@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.receipts import RECEIPT
 from support.tools import CHECKOUT
 
 from layerstore.cache import format as cache_format
@@ -22,6 +23,8 @@ from layerstore.oci.descriptor import Descriptor
 from layerstore.pack import format as pack_format
 from layerstore.store.format import LeaseDocument, ReferenceDocument, StoreMarker
 from overlay.format import SandboxState, chain_of
+from overlay.service.receipt import REASONS, Read, Reason, Verification
+from overlay.service.written import Written
 
 TEXT = (CHECKOUT / "docs" / "formats.md").read_text()
 TABLE = re.compile(r"((?:^[^|\n].*\n)?)\n\| ([^\n]+) \|\n\| ---[^\n]*\n((?:\|[^\n]*\n)+)", re.MULTILINE)
@@ -37,6 +40,7 @@ MODULES: list[ModuleType] = [
         "layerstore.erofs.format",
         "layerstore.cache.format",
         "overlay.format",
+        "overlay.service.receipt",
     )
 ]
 
@@ -141,10 +145,37 @@ def test_documents_of_a_store_have_the_fields_described() -> None:
         assert f"`{field}`" in TEXT
 
 
+def test_documents_of_the_cache_have_the_fields_described() -> None:
+    common = {"magic", "version"}
+    documents = (cache_format.dump_origins([]), cache_format.dump_pins({}), cache_format.dump_clean([]))
+    written = common.union(*(json.loads(document) for document in documents))
+    assert documented_fields("The others are one JSON object each") == written | {"packs"}, "packs: of <hex>.uses"
+
+
 def test_the_state_of_a_sandbox_has_the_fields_described() -> None:
     layers = ("a" * 64,)
     state = SandboxState("box", 1, "boot", "eager", False, None, layers, chain_of(layers), {}, {})
     assert set(json.loads(state.to_bytes())) == documented_fields("state.json` says what a sandbox is made of")
+
+
+def test_a_receipt_has_the_fields_described() -> None:
+    assert set(RECEIPT.to_json()) == documented_fields("says what a sandbox was made of")
+    ended = RECEIPT.ending(Reason.DOWN, read=Read(), wrote=Written(0, 0, 0, 0)).end
+    assert ended is not None
+    table = TEXT.partition("| field of `end` | |\n| --- | --- |\n")[2].partition("\n\n")[0].splitlines()
+    described = {row[0].strip("`"): row[1] for row in rows("\n".join(table))}
+    document = ended.to_json()
+    assert set(described) == set(document)
+    for part in ("read", "wrote"):
+        fields = document[part]
+        assert isinstance(fields, dict)
+        assert set(re.findall(r"`([a-z_]+)`", described[part])) == set(fields)
+    assert re.findall(r"(?:^|[,;] )([a-z]+)", re.sub(r" \(.*?\)", "", described["reason"])) == [str(r) for r in REASONS]
+
+
+def test_every_word_of_verification_is_described() -> None:
+    table = TEXT.partition("| verification | what it means |\n| --- | --- |\n")[2].partition("\n\n")[0]
+    assert [row[0].strip("`") for row in rows(table)] == [str(word) for word in Verification]
 
 
 def test_annotations_of_a_layer_are_all_described() -> None:
