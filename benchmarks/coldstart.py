@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -67,7 +68,7 @@ class LinkKind:
 
 
 LINKS = {"0ms": LinkKind(0.0, 0.0), "20ms": LinkKind(0.020, 0.0), "5ms-200M": LinkKind(0.005, 200e6)}
-COMMAND = ("python3", "-c", "import numpy; print(numpy.__version__, flush=True)")
+COMMAND = "python3 -c 'import numpy; print(numpy.__version__, flush=True)'"
 EAGER, LAZY, RIVAL = "imgtool eager", "imgtool lazy (fanotify)", "containerd pull + run"
 
 
@@ -201,11 +202,11 @@ def main() -> None:
     options = parser(__doc__ or "", rounds=3)
     options.add_argument("--link", choices=LINKS, action="append", help="only this one")
     options.add_argument("--image", default="debian:full", metavar="LAYOUT:TAG")
-    options.add_argument("--command", nargs="+", default=COMMAND, help="has to print one line at its end")
+    options.add_argument("--command", default=COMMAND, help="has to print one line, at its end")
     arguments = options.parse_args()
     layout, _, tag = arguments.image.partition(":")
     results: dict[str, dict[str, list[Run]]] = {}
-    with Bench(arguments.images / layout, tag, arguments.work, arguments.command) as bench:
+    with Bench(arguments.images / layout, tag, arguments.work, shlex.split(arguments.command)) as bench:
         for name in arguments.link or LINKS:
             results[name] = interleaved(arms(bench, LINKS[name]), arguments.rounds, warm_up=False)
     report(results)

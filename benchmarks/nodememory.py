@@ -2,7 +2,7 @@
 
 ::
 
-    python -m benchmarks.nodememory [--gib 10] [--layers 20] [--sandboxes 1000] [--fill] [--json FILE]
+    python -m benchmarks.nodememory [--mib 10240] [--layers 20] [--sandboxes 1000] [--fill] [--json FILE]
 
 The layers are made here, of files of 1 MiB whose content is distinct in every block and compresses to nearly nothing:
 the store is small, the packs are as large as they say. Sandboxes are made lazily (fanotify) and evenly over the layers,
@@ -88,10 +88,12 @@ def watched(node: service.Service) -> Iterator[dict[str, int]]:
     pids, over = node.pids(), threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.5):
+        while True:
             now = service.resident(pids)
             if now["sum"] > most.get("sum", 0):
                 most.update(now)
+            if over.wait(0.5):
+                return
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -105,7 +107,7 @@ def watched(node: service.Service) -> Iterator[dict[str, int]]:
 def main() -> None:
     need_root()
     options = parser(__doc__ or "", images=False, rounds=1)
-    options.add_argument("--gib", type=int, default=10)
+    options.add_argument("--mib", type=int, default=10 << 10, help="of packs")
     options.add_argument("--layers", type=int, default=20)
     options.add_argument("--sandboxes", type=int, default=1000)
     options.add_argument("--fill", action="store_true")
@@ -113,7 +115,7 @@ def main() -> None:
     work = fresh(arguments.work)
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
-        mebibytes = arguments.gib * 1024 // arguments.layers
+        mebibytes = arguments.mib // arguments.layers
         make_store(work / "store", arguments.layers, mebibytes)
         node = stack.enter_context(service.running(work / "root"))
         stages: dict[str, dict[str, int]] = {"empty": service.resident(node.pids())}

@@ -37,16 +37,15 @@ from overlay.service.client import Client
 from overlay.service.request import SandboxRequest
 
 BATCH = 100
-ALONE = 1000
-"""Made one by one over one connection, by both."""
 Numbers = Mapping[str, float]
 
 
 class Ours:
     """The node service with the image in its cache."""
 
-    def __init__(self, node: service.Service, store: Path) -> None:
-        self._node = node
+    def __init__(self, node: service.Service, store: Path, alone: int) -> None:
+        """``alone`` are made over one connection, before others come."""
+        self._node, self._alone = node, alone
         self._request = SandboxRequest(base="full", workspace="repo", store=str(store), mode="eager")
         self.first = node.client.create(self._request)[0]  # keeps the layers mounted, as on a node that is in use
         # In the way that is usual: a layer that is whole needs nobody to answer for it.
@@ -58,11 +57,11 @@ class Ours:
         def one(client: Client) -> None:
             ids.append(client.create(self._request)[0].id)
 
-        alone = min(ALONE, standing)
+        alone = self._alone
         singles = latencies(lambda: one(self._node.client), alone)
         found = {**summary("up", singles), "up_per_second": alone / sum(singles)}
-        several = min(ALONE, standing - len(ids))
-        if several:
+        several = min(alone, standing - len(ids))
+        if several > 0:
             found["up_clients_per_second"] = together(one, clients, several, lambda: Client(str(self._node.root)))
         batch = SandboxRequest.from_json({**self._request.to_json(), "count": BATCH})
         start, before = time.perf_counter(), len(ids)
@@ -90,7 +89,8 @@ class Ours:
 class Theirs:
     """containerd with the image unpacked."""
 
-    def __init__(self, daemon: containers.Containerd, registry: str, reference: str) -> None:
+    def __init__(self, daemon: containers.Containerd, registry: str, reference: str, alone: int) -> None:
+        self._alone = alone
         self._snapshots = daemon.snapshots()
         self._targets = daemon.work / "mounts"
         subprocess.run(daemon.pull(f"{registry}/{reference}"), check=True, stdout=subprocess.DEVNULL)
@@ -116,13 +116,13 @@ class Theirs:
         self._snapshots.remove(name)
         return time.perf_counter() - start
 
-    def round(self, standing: int, clients: int) -> Numbers:
+    def round(self, clients: int) -> Numbers:
         names: list[str] = []
 
         def one(_: object = None) -> None:
             names.append(self._up())
 
-        alone = min(ALONE, standing)
+        alone = self._alone
         singles = latencies(one, alone)
         found = {**summary("up", singles), "up_per_second": alone / sum(singles)}
         found["up_clients_per_second"] = together(one, clients, alone // 2, lambda: contextlib.nullcontext())
@@ -182,6 +182,7 @@ def main() -> None:
     need_root()
     options = parser(__doc__ or "", rounds=3)
     options.add_argument("--standing", type=int, default=3200)
+    options.add_argument("--alone", type=int, default=1000, help="made over one connection, by both")
     options.add_argument("--clients", type=int, default=4)
     arguments = options.parse_args()
     work, layout = fresh(arguments.work), arguments.images / "debian"
@@ -194,15 +195,15 @@ def main() -> None:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         node = stack.enter_context(service.running(work / "root"))
         arms: dict[str, Callable[[], Numbers]] = {}
-        ours = Ours(node, store)
+        ours = Ours(node, store, arguments.alone)
         arms["imgtool"] = lambda: ours.round(arguments.standing, arguments.clients)
         why = containers.lacking()
         if why is None:
             daemon = stack.enter_context(containers.Containerd(work / "containerd"))
             with containers.registry(work / "registry") as registry:
-                theirs = Theirs(daemon, registry, containers.push(layout, "workspace", registry))
+                theirs = Theirs(daemon, registry, containers.push(layout, "workspace", registry), arguments.alone)
             stack.callback(theirs.close)
-            arms["containerd"] = lambda: theirs.round(min(ALONE, arguments.standing), arguments.clients)
+            arms["containerd"] = lambda: theirs.round(arguments.clients)
         for number in range(1, arguments.rounds + 1):
             for name, arm in arms.items():
                 found = arm()

@@ -54,7 +54,8 @@ def running(root: Path, *options: str) -> Iterator[Service]:
         until = time.monotonic() + _PATIENCE
         while not _answers(service.client):
             if process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"the node service does not answer: {service.log.read_text()[-500:]}")
+                said = service.log.read_text()[-500:] if service.log.exists() else "it wrote no log"
+                raise SystemExit(f"the node service does not answer: {said}")
             time.sleep(0.01)
         yield service
     finally:

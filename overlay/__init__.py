@@ -22,6 +22,7 @@ Modules, from the kernel upwards:
 `layerkey`     names of layer mounts: digest, and in which way the packs are reached
 `layers`       `LayerMounts`: layers mounted once in each way, shared, released with the last user
 `direct`       raw packs of a store as a layer's devices
+`ready`        `ReadyLayers`: metadata and packs of layers, there or guarded, for as long as somebody needs them
 `format`       `state.json` of a sandbox
 `scratch`      an ext4 image that bounds upper and work
 `detached`     uppers taken where nothing is mounted, so that the number of sandboxes doesn't slow the next one
@@ -37,10 +38,14 @@ Modules, from the kernel upwards:
 `execution`    `run`: picks runc, crun or chroot
 `privilege`    the one line for those who aren't root
 `probe`        what this kernel and machine can do, for `doctor`
+`images`       images and stacks as a node finds them in stores
 `node`         a root directory: a cache and sandboxes
+`lazy`         data that come when they are read: the processes of a node
+`service`      the node service: who asks for sandboxes, and how
 =============  ======================================================================================
 
-**Locks.** There is no daemon and no global lock; several processes and threads may use one root.
+**Locks.** A root's cache has one owner at a time, the worker of its node service or a program that has a `Node`. For
+sandboxes and layers there is no global lock: several processes and threads may look at them, make and remove them.
 
 - A sandbox is guarded by flock on its directory: exclusive to create, resume, remove or clear it. A directory whose
   lock is free and that has no ``state.json`` is a leftover. ``state.json`` is the commit: written last, removed first.

@@ -11,17 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from layerstore.cache.cache import Cache
 from layerstore.cache.packs import CachedPack
-from layerstore.errors import ConflictError, ImgtoolError, UnavailableError, os_errors
+from layerstore.errors import ConflictError, ImgtoolError, NotFoundError, UnavailableError, os_errors
 from layerstore.progress import SILENT, Progress
 from layerstore.store.opening import Stores
-from overlay.holders import Holder
+from overlay.holders import Holder, holders_by_device
 from overlay.images import Images, NodeImage
 from overlay.layerkey import join_key, known_key
-from overlay.layers import Leftover
+from overlay.layers import Leftover, MountableLayer
 from overlay.lazy.guards import Guards
 from overlay.ready import DIRECT, ReadyLayers, Way
 from overlay.sandbox import Removal, Sandbox, Sandboxes, new_id
@@ -41,6 +41,14 @@ class Demanded:
     waited: float = 0.0
     events: int = 0
     failed: int = 0
+
+
+@dataclass
+class _Standing:
+    """What a sandbox that is mounted holds: layers, by key; and the st_dev of its root file system."""
+
+    keys: list[str] = field(default_factory=list)
+    devices: set[int] = field(default_factory=set)
 
 
 Describe = Callable[[str, Way, Fetched], Mapping[str, object]]
@@ -80,12 +88,19 @@ class Node:
         self.fetcher = Fetcher(self.stores.open, self._make_room, threads=threads, observer=observer, ahead=ReadAhead())
         self.sandboxes = Sandboxes(self.root)
         self.layers = ReadyLayers(self.cache, self.fetcher)
+        self._renewing = threading.Lock()
+        """Held around mounting a layer anew. Taken before ``_lock``."""
         self._lock = threading.Lock()
-        self._holding: dict[str, list[str]] = {}
+        """Guards everything below."""
+        self._doubtful: set[str] = set()
+        """Layers that were mounted while nobody watched them: mounted anew before somebody new stands on them."""
+        self._standing: dict[str, _Standing] = {}
         self._suspended: list[Sandbox] = []
         self._demanded: dict[str, Demanded] = {}
         self._by_device: dict[int, str] = {}
-        self._devices_read = 0.0
+        """Sandboxes by the st_dev of their root file systems."""
+        self._detached: set[int] = set()
+        """Of removed ones that somebody was in."""
 
     def up(
         self,
@@ -107,6 +122,7 @@ class Node:
                 asked = image.names[number if len(image.names) > 1 else 0][1]
                 ready, cost = self.layers.take(layer, image.store, way, name=asked, progress=progress)
                 keys.append(ready.key)
+                self._renew(ready)
                 mountable.append(ready)
                 fetched += cost
             sandbox = self.sandboxes.create(
@@ -118,20 +134,57 @@ class Node:
                 scratch=scratch,
                 receipt={"backend": way.backend, "why": way.why} if describe is None else describe(name, way, fetched),
             )
-            with self._lock:
-                self._holding[name] = list(keys)  # until it is removed
-            keys.clear()
+            self._stand(sandbox, keys)
         return sandbox
 
     def down(self, id: str) -> Removal:
         """Remove a sandbox. See :meth:`Sandboxes.remove`."""
         removal = self.sandboxes.remove(id)
         with self._lock:
-            keys = self._holding.pop(id, [])
             self._demanded.pop(id, None)
-        for key in keys:
-            self.layers.give_back(key)
+            if removal.holders and id in self._standing:
+                self._detached |= self._standing[id].devices
+        self._fall(id)
         return removal
+
+    def strays(self) -> list[Holder]:
+        """Who still uses sandboxes that this process has removed: what they read has to be answered, too."""
+        with self._lock:
+            detached = self._detached - self._by_device.keys()  # numbers are used again
+        found = holders_by_device(detached)
+        with self._lock:
+            self._detached.intersection_update(found)
+        return [holder for holders in found.values() for holder in holders]
+
+    def _stand(self, sandbox: Sandbox, keys: list[str]) -> None:
+        """The sandbox holds the layers of ``keys``, which it empties, until it falls. Perhaps it has fallen already."""
+        with self._lock:
+            standing = self._standing.setdefault(sandbox.id, _Standing())
+            standing.keys += keys
+            keys.clear()
+        try:
+            device = os.stat(sandbox.rootfs).st_dev
+            gone = device == os.stat(sandbox.directory).st_dev
+        except FileNotFoundError:
+            gone = True
+        except OSError:
+            return  # it is there, and who reads from it can't be told
+        if gone:  # somebody has removed it meanwhile, and found nothing to give back
+            self._fall(sandbox.id)
+            return
+        with self._lock:
+            standing.devices.add(device)
+            self._by_device[device] = sandbox.id
+
+    def _fall(self, id: str) -> None:
+        """The sandbox is gone, or not mounted any more: it holds nothing."""
+        with self._lock:
+            standing = self._standing.pop(id, _Standing())
+            for device in standing.devices:
+                if self._by_device.get(device) == id:
+                    del self._by_device[device]
+        for key in standing.keys:
+            self.layers.give_back(key)
 
     def recover(self) -> list[Leftover]:
         """Clear what crashes left: see :meth:`Sandboxes.recover`, and unfinished files of the cache."""
@@ -160,48 +213,68 @@ class Node:
         """
         troubled: dict[str, str] = {}
         suspect: dict[str, str] = {}
-        renewed: set[str] = set()
+        unwatched, unknown = self._unwatched(held)
+        with self._lock:
+            self._doubtful = unwatched | unknown
+        if not held:  # neither do we know that anybody answered
+            unwatched |= unknown
         for sandbox in self.sandboxes.list():
             try:
-                if sandbox.stands and self._unwatched(sandbox, held):
+                if sandbox.stands and not unwatched.isdisjoint(sandbox.state.mounts):
                     suspect[sandbox.id] = f"nobody answered for data that had not been fetched, until {_now()}"
-                    self._take_again(sandbox, guards, renewed)
-                else:
-                    self._take_again(sandbox, guards)
+                self._take_again(sandbox, guards)
             except ImgtoolError as error:
                 troubled[sandbox.id] = str(error)
         return troubled, suspect
 
-    def _unwatched(self, sandbox: Sandbox, held: Collection[str]) -> bool:
-        """Whether it could read data of a cached pack that aren't there, with nobody to answer for them."""
-        for key in sandbox.state.mounts:
+    def _unwatched(self, held: Collection[str]) -> tuple[set[str], set[str]]:
+        """Layers that are mounted over data which aren't there, with nobody to answer for them; and those of which it
+        can't be told what is there.
+        """
+        unwatched, unknown = set(), set()
+        for key in self.sandboxes.layers.mounted():
             digest, variant = known_key(key)
-            if not variant and any(hex not in held for hex in self.layers.missing(digest)):
-                return True
-        return False
+            if variant:
+                continue  # a FUSE server answers, or there are errors; in a store nothing is missing
+            try:
+                if any(hex not in held for hex in self.layers.missing(digest)):
+                    unwatched.add(key)
+            except ImgtoolError:
+                unknown.add(key)
+        return unwatched, unknown
 
-    def _take_again(self, sandbox: Sandbox, guards: Mapping[str, Guards], renewed: set[str] | None = None) -> None:
-        """Hold its layers, and mount it if it isn't. Layers in ``renewed`` have got mounts that nobody read from."""
-        ready = []
+    def _renew(self, layer: MountableLayer) -> None:
+        """Mount a doubtful layer anew. Whoever stands on the mount that there was keeps that."""
+        with self._renewing:
+            if layer.key not in self._doubtful:
+                return
+            try:
+                self.sandboxes.layers.remount(layer.key, layer.image, layer.devices)
+            except NotFoundError:
+                if self.sandboxes.layers.users(layer.key):
+                    raise  # it lacks one of its devices
+                # else it was unmounted with the last who stood on it
+            with self._lock:
+                self._doubtful.discard(layer.key)
+
+    def _take_again(self, sandbox: Sandbox, guards: Mapping[str, Guards]) -> None:
+        """Hold its layers, and mount it if it isn't."""
         stands = sandbox.stands
-        try:
+        with self._held() as keys:
+            layers = []
             for key in sandbox.state.mounts:
                 digest, variant = known_key(key)
                 watching = guards.get(variant)
                 if not stands:
                     key, watching = self._mountable_again(digest, variant, guards)
-                ready.append(self.layers.retake(key, watching))
-                if renewed is not None and key not in renewed:
-                    self.sandboxes.layers.remount(key, ready[-1].image, ready[-1].devices)
-                    renewed.add(key)
+                elif watching is None and variant not in ("", DIRECT):
+                    raise UnavailableError("its FUSE server ended: data that weren't there by then can't be read")
+                layers.append(self.layers.retake(key, watching))
+                keys.append(key)
+                self._renew(layers[-1])
             if not stands:
-                self.sandboxes.resume(sandbox.id, ready)
-        except BaseException:
-            for layer in ready:
-                self.layers.give_back(layer.key)
-            raise
-        with self._lock:
-            self._holding[sandbox.id] = [layer.key for layer in ready]
+                self.sandboxes.resume(sandbox.id, layers)
+            self._stand(sandbox, keys)
 
     def _mountable_again(self, digest: str, variant: str, guards: Mapping[str, Guards]) -> tuple[str, Guards | None]:
         """How to mount a layer that isn't: as it was, or, where that isn't to be had any more, in another way.
@@ -241,10 +314,8 @@ class Node:
                 busy[sandbox.id] = self.sandboxes.busy([sandbox.id]).get(sandbox.id, [])
                 continue
             with self._lock:
-                keys = self._holding.pop(sandbox.id, [])
                 self._suspended.append(sandbox)
-            for key in keys:
-                self.layers.give_back(key)
+            self._fall(sandbox.id)
         return busy
 
     def resume(self, guards: Mapping[str, Guards]) -> dict[str, str]:
@@ -266,9 +337,9 @@ class Node:
     ) -> str | None:
         """Note that process ``pid`` waited for these frames; the sandbox that it runs in, if it is one."""
         id = self._sandbox_of(pid)
-        if id is None:
-            return None
         with self._lock:
+            if id is None or id not in self._standing:
+                return None
             demanded = self._demanded.setdefault(id, Demanded())
             demanded.events += 1
             demanded.waited += seconds
@@ -285,29 +356,15 @@ class Node:
 
     def _sandbox_of(self, pid: int) -> str | None:
         """By the file system that is the process's root, or holds its working directory."""
-        devices = []
         for link in ("root", "cwd"):
             try:
-                devices.append(os.stat(f"/proc/{pid}/{link}").st_dev)
+                device = os.stat(f"/proc/{pid}/{link}").st_dev
             except OSError:
                 return None  # it has ended
-        with self._lock:
-            for device in devices:
-                if device in self._by_device:
-                    return self._by_device[device]
-            now = time.monotonic()
-            if now - self._devices_read < 1.0:
-                return None
-            self._devices_read = now
-        found = {}
-        for sandbox in self.sandboxes.list():
-            try:
-                found[os.stat(sandbox.rootfs).st_dev] = sandbox.id
-            except OSError:
-                pass
-        with self._lock:
-            self._by_device = found
-            return next((found[device] for device in devices if device in found), None)
+            id = self._by_device.get(device)
+            if id is not None:
+                return id
+        return None
 
     # --- the end
 

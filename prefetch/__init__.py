@@ -19,6 +19,9 @@
 * **attempt**: one read, as a frame that it was to bring sees it.
 * **origin**: a place that has a pack (:class:`layerstore.cache.format.Origin`).
 
+Besides: ``statistics`` (what fetching has cost, and who is told of it), ``clock`` (the time, which tests make),
+``mistakes`` (exceptions that nobody expects).
+
 A plan is a value; so are backlog and schedule, which the fetcher guards with its one lock. Whoever waits for frames of
 a pack keeps it from eviction.
 """

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from layerstore.cache.format import Origin
 from layerstore.cache.framemap import MISSING
 from layerstore.cache.packs import CachedPack
-from layerstore.errors import ImgtoolError, UnavailableError
+from layerstore.errors import CorruptError, ImgtoolError, UnavailableError
 from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import Store
 from prefetch.backlog import VERIFY, Frame, Read, Want, Way
@@ -313,6 +313,8 @@ class Fetcher:
     def unfit(self, read: Read, frame: Frame) -> None:
         with self._lock:
             self._schedule.again(read, [frame])
+        error = CorruptError(f"cached frame {frame.number} of pack {read.pack.digest} is not what was fetched")
+        self._failed(read.pack, [frame], error)
 
     def refused(self, read: Read, frames: Sequence[Frame], error: ImgtoolError) -> None:
         with self._lock:

@@ -13,7 +13,16 @@ from imgtool.options import examples, json_option, root_option, root_path, store
 from imgtool.quantity import SIZE
 from layerstore.errors import printable
 from overlay.privilege import require_root
-from overlay.service.options import LOG_FORMATS, READ_DEADLINE, STANDARD_ERROR, THREADS, LogFormat, NodeOptions
+from overlay.service.options import (
+    LOG_FORMATS,
+    LOG_LEVELS,
+    READ_DEADLINE,
+    STANDARD_ERROR,
+    THREADS,
+    LogFormat,
+    LogLevel,
+    NodeOptions,
+)
 from overlay.service.place import socket_path
 
 
@@ -57,6 +66,13 @@ def command() -> None:
     "--log-format", type=click.Choice(LOG_FORMATS), help="[default: text for a terminal, else json: an object a line]"
 )
 @click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS),
+    default="info",
+    show_default=True,
+    help="debug: every read that waits.",
+)
+@click.option(
     "--idle-exit",
     type=click.FloatRange(1),
     metavar="SECONDS",
@@ -69,6 +85,7 @@ def run(
     threads: int,
     log: str,
     log_format: LogFormat | None,
+    log_level: LogLevel,
     idle_exit: float | None,
     root: str | None,
 ) -> None:
@@ -85,6 +102,7 @@ def run(
             threads=threads,
             log=log,
             log_format=log_format or ("text" if to_terminal else "json"),
+            log_level=log_level,
             idle_exit=idle_exit,
             notify_socket=environment.notify_socket(),
             watchdog=environment.watchdog(),

@@ -71,6 +71,7 @@ def command(
             with progress.shown(quiet=quiet) as drawn:
                 [made] = client.create(request, drawn)
             client.close()  # the command may take hours
+            exit_code = None
             try:
                 if not quiet:
                     shown = (keep and f"sandbox {made.id}, kept") or f"sandbox {made.id}"
@@ -78,13 +79,14 @@ def command(
                 sandbox = Sandboxes(root_path(root)).get(made.id)
                 config = run_config(made.raw.get("run"))
                 outcome = run(sandbox, argv or None, config, runtime=runtime, terminal=tty)
+                exit_code = outcome.exit_code
                 if outcome.reason:
                     click.echo(f"imgtool: {outcome.reason}", err=True)
                 elif not quiet:
                     click.echo(f"imgtool: ran in {outcome.runtime}, exit code {outcome.exit_code}", err=True)
             finally:
                 if not keep:
-                    _remove(client, made.id)
+                    _remove(client, made.id, exit_code)
     except UsageError:
         raise
     except ImgtoolError as error:
@@ -98,9 +100,9 @@ def command(
     return outcome.exit_code
 
 
-def _remove(client: Client, id: str) -> None:
+def _remove(client: Client, id: str, exit_code: int | None) -> None:
     """That it could not be removed is said, and doesn't hide how the command ended."""
     try:
-        client.remove(id)
+        client.remove(id, exit_code=exit_code)
     except ImgtoolError as error:
         render.warn(f"sandbox {id} is still there: {error}; `imgtool down {id}` removes it")

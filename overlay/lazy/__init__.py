@@ -18,7 +18,23 @@
 Zeros can only be read if holder, keeper and worker end at the same moment and nobody else (systemd's file descriptor
 store) holds the group: then what was read meanwhile is named as suspect when the service starts again.
 
-Modules: `fanotify` (ABI), `journal`, `keeper`, `link` (messages), `holder`, `demand` (the worker's side), `fuse`.
+Modules, by process:
+
+=============  ======================================================================================
+`link`         messages between processes, with descriptors
+`holder`       the holder; what the others do when it ends; how another one takes over from it
+`fanotify`     events of the kernel: constants, structures, answers
+`journal`      unanswered events, in memory that outlives a keeper
+`keeper`       the keeper's loop: `readers` that wait, `descriptors` and their numbers, `spinning` (its poll)
+`fuse`         the FUSE server: `packfiles` are its files
+`wants`        what the FUSE server has asked the worker for
+`outlet`       messages that don't block their sender
+`quietlog`     a log that may fail, and repeats nothing
+`demand`       the worker's side of wants
+`custody`      the worker's side of the holder
+`guards`       which packs are watched, by which backend, on whose behalf
+`choice`       which backend works here
+=============  ======================================================================================
 
 **Messages** (:mod:`overlay.lazy.link`). Packs are named by the hex of their sha256; times are CLOCK_MONOTONIC seconds.
 

@@ -31,6 +31,8 @@ _ALONE = "holder.lock"
 _RESTARTS = "restarts.json"
 _BACKOFF = (0.0, 0.1, 0.5, 2.0, 5.0)
 """Seconds before a process that keeps ending is started again."""
+_UNFIT = 3
+"""Exit code of a process that an error of ours kept from its work: it would do so again."""
 _STEADY = 30.0
 """Seconds after which a process counts as running well."""
 _SOON = 2.0
@@ -122,7 +124,6 @@ class _Member:
     pidfd: int
     started: float
     link: Link | None = None
-    failures: int = 0
     serves: bool = False
 
 
@@ -171,7 +172,10 @@ class Holder:
         self._selector = selectors.DefaultSelector()
         self._members: dict[str, _Member] = {}
         self._restarts = self._read_restarts()
+        self._failures: dict[str, int] = {}
         self._due: dict[str, float] = {}
+        self._worked = bool(holdings.packs)
+        """Whether there has been a worker: somebody may be waiting for the next one."""
         self._requests: dict[tuple[str, str], _Request] = {}
         self._fuse_directory = ""
         self._ending = False
@@ -181,7 +185,11 @@ class Holder:
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self, *, found: bool = False) -> None:
-        """Until the worker says that the mounts are gone. ``found``: the others may be alive, let them come first."""
+        """Until the worker says that the mounts are gone. ``found``: the others may be alive, let them come first.
+
+        Raises:
+            UnavailableError: no worker could be started; the log says why.
+        """
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
@@ -202,6 +210,8 @@ class Holder:
                 self._start_due()
         finally:
             self._end()
+        if not self._worked:
+            raise UnavailableError("the node service can't be started: its log says why")
 
     # --- processes
 
@@ -241,7 +251,9 @@ class Holder:
             play(role, self._directory, self._holdings, self._roles, self._log, self._fuse_directory)
             code = 0
         except BaseException as error:
-            self._log("ended by an error", role=role, error=f"{type(error).__name__}: {error}")
+            self._log("ended by an error", level="error", role=role, error=f"{type(error).__name__}: {error}")
+            if isinstance(error, ImgtoolError):
+                code = _UNFIT
         finally:
             os._exit(code)
 
@@ -270,14 +282,20 @@ class Holder:
         if self._members.get(member.role) is not member:
             return
         del self._members[member.role]
+        status = 0
         try:
-            os.waitpid(member.pid, os.WNOHANG)
+            _, status = os.waitpid(member.pid, os.WNOHANG)
         except ChildProcessError:
             pass  # a former holder's child
         if self._ending:
             return
+        if member.role == WORKER and os.waitstatus_to_exitcode(status) == _UNFIT and not self._worked:
+            self._log("a worker can't be started, and nobody waits for one", level="error")
+            self._ending = True
+            return
         now = time.monotonic()
-        failures = 0 if now - member.started > _STEADY else member.failures + 1
+        failures = 0 if now - member.started > _STEADY else self._failures.get(member.role, 0) + 1
+        self._failures[member.role] = failures
         pause = _BACKOFF[min(failures, len(_BACKOFF) - 1)] if failures > 1 else 0.0
         self._log("ended", level="warning", role=member.role, pid=member.pid, again_in=pause)
         if member.role == FUSE:
@@ -286,8 +304,6 @@ class Holder:
         self._count_restart(member.role)
         self._due[member.role] = now + pause
         self._start_due()
-        if member.role in self._members:
-            self._members[member.role].failures = failures
 
     def _lose_fuse(self) -> None:
         """Its mounts can't be served again: the worker has a new one started, elsewhere, when it needs it."""
@@ -376,6 +392,7 @@ class Holder:
             self._selector.unregister(member.link)
             member.link.close()
         member.link = link
+        self._worked = self._worked or role == WORKER
         self._selector.register(link, selectors.EVENT_READ, lambda: self._receive(member))
         if role == WORKER:
             for front in (KEEPER, FUSE):

@@ -102,9 +102,10 @@ class Client:
         answer = self._call("POST", "/sandboxes", request.to_json(), progress=progress)
         return list_of(answer, "sandboxes", SandboxInfo.from_json)
 
-    def remove(self, id: str) -> RemovalInfo:
-        """Remove a sandbox; one that is gone already is fine."""
-        return RemovalInfo.from_json(self._call("DELETE", f"/sandboxes/{_part(id)}", repeatable=True))
+    def remove(self, id: str, *, exit_code: int | None = None) -> RemovalInfo:
+        """Remove a sandbox; one that is gone already is fine. ``exit_code``: of the command that it was made for."""
+        body = None if exit_code is None else {"exit_code": exit_code}
+        return RemovalInfo.from_json(self._call("DELETE", f"/sandboxes/{_part(id)}", body, repeatable=True))
 
     def remove_all(self) -> list[RemovalInfo]:
         answer = self._call("DELETE", "/sandboxes?all=true", repeatable=True)
@@ -197,7 +198,9 @@ class Client:
                 if left:
                     continue
                 more = "" if repeatable else "; look whether it was done"
-                raise UnavailableError(f"the node service ended before it answered ({error}){more}") from error
+                raise UnavailableError(
+                    f"the node service ended before it answered ({error}); its log says why{more}"
+                ) from error
             except BaseException:
                 connection.close()  # in the middle of an answer: whatever comes next isn't the next one's
                 raise

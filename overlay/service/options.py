@@ -11,6 +11,8 @@ from overlay.service.request import PATH_LIMIT
 
 LogFormat = Literal["json", "text"]
 LOG_FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
+LogLevel = Literal["debug", "info", "warning", "error"]
+LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 STANDARD_ERROR = "-"
 READ_DEADLINE = 30.0
 """Seconds a reader waits for data before it gets EIO: longer than a store's hiccup, shorter than most watchdogs."""
@@ -30,6 +32,7 @@ class NodeOptions:
         threads: requests to the store at once.
         log: a file to append to, or "-" for standard error.
         log_format: one JSON object a line, or text.
+        log_level: the least that is logged.
         idle_exit: seconds without sandbox and request until the service ends itself; None: never.
         notify_socket: systemd's NOTIFY_SOCKET.
         watchdog: seconds within which systemd wants to hear of us.
@@ -41,6 +44,7 @@ class NodeOptions:
     threads: int = THREADS
     log: str = STANDARD_ERROR
     log_format: LogFormat = "json"
+    log_level: LogLevel = "info"
     idle_exit: float | None = None
     notify_socket: str | None = None
     watchdog: float | None = None
@@ -63,6 +67,7 @@ class NodeOptions:
             threads=fields.whole("threads", THREADS, least=1, most=256),
             log=fields.optional_text("log", limit=PATH_LIMIT) or STANDARD_ERROR,
             log_format=cast(LogFormat, fields.choice("log_format", LOG_FORMATS, "json")),
+            log_level=cast(LogLevel, fields.choice("log_level", LOG_LEVELS, "info")),
             idle_exit=fields.seconds("idle_exit", None, most=10 * 366 * 86_400.0),
             notify_socket=fields.optional_text("notify_socket", limit=PATH_LIMIT),
             watchdog=fields.seconds("watchdog", None, most=86_400.0),

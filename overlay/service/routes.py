@@ -40,7 +40,7 @@ class Service(Protocol):
         """Make ``request.count`` sandboxes, all or none."""
         ...
 
-    def remove(self, ids: Sequence[str] | None) -> list[Document]:
+    def remove(self, ids: Sequence[str] | None, *, exit_code: int | None = None) -> list[Document]:
         """Remove these, or all; those that are gone already are fine."""
         ...
 
@@ -199,6 +199,11 @@ def _undo_create(service: Service, answer: Document) -> object:
     return service.remove([sandbox["id"] for sandbox in answer["sandboxes"]])
 
 
+def _remove(service: Service, call: Call) -> Document:
+    exit_code = Fields(call.body, "remove", ("exit_code",)).whole("exit_code", None, least=0, most=255)
+    return service.remove([call.name], exit_code=exit_code)[0]
+
+
 def _stop(service: Service, call: Call) -> Document:
     return service.stop(Fields(call.body, "stop", ("force",)).flag("force"))
 
@@ -214,7 +219,7 @@ ROUTES: tuple[Route, ...] = (
         query={"all": "true"},
     ),
     Route("GET", f"{PREFIX}/sandboxes/{{id}}", lambda service, call: service.sandbox(call.name)),
-    Route("DELETE", f"{PREFIX}/sandboxes/{{id}}", lambda service, call: service.remove([call.name])[0]),
+    Route("DELETE", f"{PREFIX}/sandboxes/{{id}}", _remove, body=True),
     Route("GET", f"{PREFIX}/receipts/{{id}}", lambda service, call: service.receipt(call.name)),
     Route("POST", f"{PREFIX}/recover", lambda service, call: {"leftovers": service.recover()}),
     Route("GET", f"{PREFIX}/pins", lambda service, call: {"pins": service.pins()}),

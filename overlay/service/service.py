@@ -272,14 +272,15 @@ class Service:
             "demand": asdict(self._node.demanded(sandbox.id)),
         }
 
-    def remove(self, ids: Sequence[str] | None) -> list[dict[str, Any]]:
+    def remove(self, ids: Sequence[str] | None, *, exit_code: int | None = None) -> list[dict[str, Any]]:
         """Remove sandboxes, None: all of them."""
         with self._working():
             names = [sandbox.id for sandbox in self._node.sandboxes.list()] if ids is None else list(ids)
-            return [self._end(name, Reason.DOWN) for name in names]
+            reason = Reason.DOWN if exit_code is None else Reason.RUN
+            return [self._end(name, reason, exit_code) for name in names]
 
-    def _end(self, id: str, reason: Reason) -> dict[str, Any]:
-        receipt = self._final(id, reason)
+    def _end(self, id: str, reason: Reason, exit_code: int | None = None) -> dict[str, Any]:
+        receipt = self._final(id, reason, exit_code)
         if receipt is not None:  # kept first: there is always one or the other
             try:
                 self._receipts.keep(receipt)
@@ -301,7 +302,7 @@ class Service:
             "receipt": None if receipt is None else receipt.to_json(),
         }
 
-    def _final(self, id: str, reason: Reason) -> Receipt | None:
+    def _final(self, id: str, reason: Reason, exit_code: int | None) -> Receipt | None:
         """The receipt of a sandbox about to be removed; None where there is none that can be read."""
         try:
             sandbox = self._node.sandboxes.get(id)
@@ -319,6 +320,7 @@ class Service:
             reason,
             read=Read(demanded.frames, demanded.bytes, demanded.waited, demanded.events),
             wrote=wrote,
+            exit_code=exit_code,
         )
 
     def receipt(self, id: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Roles:
 
     def begin(self, role: str) -> None:
         """Log as ``role``, and be called so by ps and top."""
-        configure(role, to=self._options.log, format=self._options.log_format)
+        configure(role, to=self._options.log, format=self._options.log_format, level=self._options.log_level)
         _write("/proc/self/comm", f"imgtool-{role}")
         _write("/proc/self/oom_score_adj", str(_OOM_SCORE[role]))
         try:  # always, since a holder may be forked from a keeper

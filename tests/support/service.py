@@ -139,7 +139,7 @@ class FakeService:
         }
         return self.made[name]
 
-    def remove(self, ids: Sequence[str] | None) -> list[Document]:
+    def remove(self, ids: Sequence[str] | None, *, exit_code: int | None = None) -> list[Document]:
         self._called("remove", ids)
         removed: list[Document] = []
         for name in list(self.made) if ids is None else ids:
