@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -11,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,6 +78,27 @@ def drop_caches(what: int = 3) -> None:
     """Have the kernel forget what it has on disk: pages (1), directories and inodes (2), or both."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text(str(what))
+
+
+@contextlib.contextmanager
+def journaled(directory: Path, size: int = 16 << 30) -> Iterator[Path]:
+    """A fresh ext4 with a journal, as nodes have, mounted on ``directory``; it lies in a sparse file beside it.
+
+    Without a journal ext4 looks for inodes that were not deleted lately, and what one arm has deleted slows down the
+    next: up to 0.3 ms for each new file or directory, for a minute and more (measured on 6.18).
+    """
+    image = directory.with_name(directory.name + ".ext4")
+    with image.open("wb") as file:
+        file.truncate(size)
+    timed(["mkfs.ext4", "-q", str(image)])
+    directory.mkdir()
+    timed(["mount", "-o", "loop", str(image), str(directory)])
+    try:
+        yield directory
+    finally:
+        timed(["umount", str(directory)])
+        directory.rmdir()
+        image.unlink()
 
 
 def need_root() -> None:

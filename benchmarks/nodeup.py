@@ -15,7 +15,8 @@ before the clock starts, and one sandbox stands already. In every round, by turn
 * **containerd**: ``Prepare`` of the snapshots API over one gRPC connection and mount(2) of what it answers, until 1,000
   stand; then by several threads. Then all are unmounted and removed, one by one. No container is made of them.
 
-Latencies are those of one call over one connection, mount included. Both keep what they make over a restart.
+Latencies are those of one call over one connection, mount included. Both keep what they make over a restart, and both
+live in a fresh ext4 with a journal (see ``harness.journaled`` for why).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import containers, service
-from benchmarks.harness import fresh, imgtool, need_root, parser, save, spread, table, timed
+from benchmarks.harness import fresh, imgtool, journaled, need_root, parser, save, spread, table, timed
 from overlay.mountapi import mount, umount
 from overlay.service.client import Client
 from overlay.service.request import SandboxRequest
@@ -184,15 +185,19 @@ def main() -> None:
     options.add_argument("--standing", type=int, default=3200)
     options.add_argument("--alone", type=int, default=1000, help="made over one connection, by both")
     options.add_argument("--clients", type=int, default=4)
+    options.add_argument("--in-place", action="store_true", help="in the file system of --work, as it is")
     arguments = options.parse_args()
-    work, layout = fresh(arguments.work), arguments.images / "debian"
-    store = work / "store"
-    convert = ("convert", "--store", str(store))
-    timed(imgtool(*convert, f"oci:{layout}:full", "--role", "base", "--tag", "full"))
-    timed(imgtool(*convert, f"oci:{layout}:workspace", "--role", "workspace", "--base", "full", "--tag", "repo"))
+    layout = arguments.images / "debian"
     rounds: dict[str, list[Numbers]] = {"imgtool": [], "containerd": []}
     with contextlib.ExitStack() as stack:
+        work = fresh(arguments.work)
         stack.callback(shutil.rmtree, work, ignore_errors=True)
+        if not arguments.in_place:
+            work = stack.enter_context(journaled(work / "disk"))
+        store = work / "store"
+        convert = ("convert", "--store", str(store))
+        timed(imgtool(*convert, f"oci:{layout}:full", "--role", "base", "--tag", "full"))
+        timed(imgtool(*convert, f"oci:{layout}:workspace", "--role", "workspace", "--base", "full", "--tag", "repo"))
         node = stack.enter_context(service.running(work / "root"))
         arms: dict[str, Callable[[], Numbers]] = {}
         ours = Ours(node, store, arguments.alone)

@@ -228,8 +228,9 @@ class Node:
         return troubled, suspect
 
     def _unwatched(self, held: Collection[str]) -> tuple[set[str], set[str]]:
-        """Layers that are mounted over data which aren't there, with nobody to answer for them; and those of which it
-        can't be told what is there.
+        """Layers that are mounted over data which aren't there, with nobody to answer for them.
+
+        And those of which it can't be told what is there.
         """
         unwatched, unknown = set(), set()
         for key in self.sandboxes.layers.mounted():

@@ -65,6 +65,7 @@ class _Hold:
         packs: of which it is made.
         guards: that watch its packs; None: nobody does, and it is whole or not ready.
         whole: all that the layer refers to is there, and durable.
+        stores: locations that are known as origins of its packs.
     """
 
     name: str
@@ -74,6 +75,7 @@ class _Hold:
     packs: tuple[CachedPack, ...] = ()
     guards: Guards | None = None
     whole: bool = False
+    stores: set[str] = field(default_factory=set)
 
 
 class ReadyLayers:
@@ -112,6 +114,10 @@ class ReadyLayers:
     def _prepare(self, hold: _Hold, key: str, layer: Layer, store: Store, way: Way, name: str) -> Fetched:
         """All that can be done before the data of an eager one are there; ``hold.lock`` is held."""
         if hold.whole or (hold.mountable is not None and way.guards is not None):
+            if store.location not in hold.stores and hold.packs:  # it may have what another store has lost
+                for pack in layer.packs:
+                    self._cache.pack(pack, store)
+                hold.stores.add(store.location)
             return Fetched()
         self._cache.use(hold.name, [layer.metadata.hex, *(pack.digest.hex for pack in layer.packs)])
         fetched = Fetched()
@@ -123,6 +129,7 @@ class ReadyLayers:
             hold.whole = True
             return fetched
         hold.packs = tuple(self._cache.pack(pack, store) for pack in layer.packs)
+        hold.stores.add(store.location)
         if way.guards is not None:
             hold.mountable = self._guarded(hold, key, way.guards)
         return fetched

@@ -273,7 +273,7 @@ def _lines(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     if fetch:
         lines += [("fetched", _fetched(fetch)), ("fetching", _fetching(fetch))]
     if events:
-        lines.append(("events", ", ".join(f"{name} {count}" for name, count in events.items())))
+        lines.append(("reads asked", ", ".join(f"{count} {name}" for name, count in events.items() if name != "packs")))
     return lines
 
 

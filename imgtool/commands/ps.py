@@ -12,7 +12,7 @@ import click
 from imgtool import render, service_start
 from imgtool.options import document_of, examples, json_option, root_option, root_path
 
-_NOT_SERVED = "not served: no node service runs, so data that aren't here yet can't be read; `imgtool node run`"
+_NOT_SERVED = "not served: no node service runs, so data that aren't here yet may read as zeros; `imgtool node run`"
 
 
 @click.command(

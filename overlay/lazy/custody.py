@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import select
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from layerstore.errors import ImgtoolError, UnavailableError
-from overlay.lazy.holder import WORKER, Log, connect
+from overlay.lazy.holder import Log
 from overlay.lazy.link import Link, Message
+from overlay.lazy.rendezvous import WORKER, connect
 
 PATIENCE = 20.0
 """Seconds until a request to the holder is given up: a keeper is started anew in far less."""
@@ -16,18 +19,26 @@ _ORPHANED = 1.0
 """Seconds without any holder after which the worker starts one. A keeper would have done it by then."""
 _GLANCE = 2.0
 """Seconds for what is only to be shown."""
+_PAUSE = 0.02
+"""Seconds between two looks at a holder that takes no messages, or ends conversations."""
 
 
 class _Pending:
+    """A request that isn't answered. ``sent``: over the link that there is."""
+
     def __init__(self, message: Message, fds: tuple[int, ...]) -> None:
         self.message = message
         self.fds = fds
+        self.sent = False
         self.answered = threading.Event()
         self.answer: Message = {}
 
 
 class Custody:
-    """The link to the holder, kept alive over its deaths. Requests may come from any thread."""
+    """The link to the holder, kept alive over its deaths. Requests may come from any thread.
+
+    Nothing here waits for a holder that hangs for longer than a request's patience.
+    """
 
     def __init__(
         self,
@@ -43,9 +54,9 @@ class Custody:
 
         Args:
             run_directory: where the holder listens.
-            on_peer: a new link to a front end.
-            on_lost: a front end whose mounts are dead.
-            on_stop: the holder was told to end.
+            on_peer: a new link to a front end; must not wait for the holder.
+            on_lost: a front end whose mounts are dead. In a thread of its own, so it may make requests.
+            on_stop: the holder was told to end. In a thread of its own, too.
             orphaned: start a new holder, since keeper and holder are gone.
             log: for what goes wrong here.
         """
@@ -53,6 +64,7 @@ class Custody:
         self._on_peer, self._on_lost, self._on_stop, self._orphaned = on_peer, on_lost, on_stop, orphaned
         self._log = log
         self._lock = threading.Lock()
+        """Guards everything below, and sending."""
         self._number = 0
         self._pending: dict[int, _Pending] = {}
         self._link: Link | None = None
@@ -71,13 +83,13 @@ class Custody:
         """Have ``front`` forget a pack: it is complete, or nothing is mounted over it."""
         self._request({"drop": 0, "pack": hex, "with": front})
 
-    def start_fuse(self, directory: str) -> None:
-        """Have a FUSE server serve ``directory``.
+    def start_fuse(self, directory: str) -> str:
+        """Have a FUSE server serve ``directory``, unless one serves another; the directory that is served.
 
         Raises:
             UnavailableError: it doesn't start.
         """
-        self._request({"start": 0, "service": "fuse", "directory": directory})
+        return str(self._request({"start": 0, "service": "fuse", "directory": directory})["directory"])
 
     def status(self) -> Message:
         """``pids`` and ``restarts`` by process.
@@ -88,24 +100,29 @@ class Custody:
         return self._request({"status": 0}, patience=_GLANCE)
 
     def stopped(self) -> None:
-        """Say that nothing of ours is mounted lazily any more: everything may end."""
-        with self._lock:
-            self._closed = True
-            if self._link is not None:
-                self._link.send({"stopped": True})
+        """Say that nothing of ours is mounted lazily any more: everything may end.
+
+        Raises:
+            UnavailableError: no holder has heard it, so that another worker will be started.
+        """
+        self._request({"stopped": 0})
+        self._closed = True
 
     def _request(self, message: Message, fds: tuple[int, ...] = (), *, patience: float = PATIENCE) -> Message:
+        until = time.monotonic() + patience
+        kind = next(iter(message))
         pending = _Pending(message, fds)
         with self._lock:
             self._number += 1
-            number = self._number
-            kind = next(iter(message))
-            message[kind] = number
+            number = message[kind] = self._number
             self._pending[number] = pending
             self._send(pending)
         try:
-            if not pending.answered.wait(patience):
-                raise UnavailableError(f"the node's holder doesn't answer ({kind}); see `imgtool node status`")
+            while not pending.answered.wait(until - time.monotonic() if pending.sent else _PAUSE):
+                if time.monotonic() >= until:
+                    raise UnavailableError(f"the node's holder doesn't answer ({kind}); see `imgtool node status`")
+                with self._lock:
+                    self._send(pending)
         finally:
             with self._lock:
                 del self._pending[number]
@@ -114,49 +131,78 @@ class Custody:
         return pending.answer
 
     def _send(self, pending: _Pending) -> None:
-        if self._link is not None:
+        """Unless it has been, or can't be now. The lock is held."""
+        if self._link is not None and not pending.sent:
             try:
                 self._link.send(pending.message, pending.fds)
+                pending.sent = True
             except OSError:
-                pass  # it is sent again to the next holder
+                pass  # it takes no more at present; or it has ended, and its successor is asked
 
     def _listen(self) -> None:
         while not self._closed:
-            link = connect(self._directory, WORKER, patience=_ORPHANED)
-            if link is None:
-                self._log("no holder and no keeper", level="error")
-                self._orphaned()
-                continue
-            with self._lock:
-                self._link = link
-                for pending in self._pending.values():
-                    self._send(pending)
-            self._converse(link)
-            with self._lock:
-                self._link = None
-            link.close()
+            try:
+                link = connect(self._directory, WORKER, patience=_ORPHANED)
+                if link is not None:
+                    self._converse(link)
+                    time.sleep(_PAUSE)
+                elif not self._closed:
+                    self._log("no holder and no keeper", level="error")
+                    self._orphaned()
+            except Exception as error:
+                self._log("unexpected", level="error", error=f"{type(error).__name__}: {error}")
+                time.sleep(_ORPHANED)
 
     def _converse(self, link: Link) -> None:
-        while True:
+        """Until the holder ends."""
+        link.setblocking(False)
+        with self._lock:
+            self._link = link
+            for pending in self._pending.values():
+                pending.sent = False
+                self._send(pending)
+        try:
+            poll = select.poll()
+            poll.register(link, select.POLLIN)
+            while True:
+                poll.poll()
+                try:
+                    received = link.receive()
+                except BlockingIOError:
+                    continue
+                except ImgtoolError as error:
+                    self._log("unreadable message of the holder", level="error", error=str(error))
+                    continue
+                if received is None:
+                    return
+                self._heed(*received)
+        finally:
+            with self._lock:
+                self._link = None
+                link.close()
+
+    def _heed(self, message: Message, fds: list[int]) -> None:
+        links = [Link.adopt(fd) for fd in fds]
+        if "peer" in message and len(links) == 1:
+            self._on_peer(str(message["peer"]), links[0])
+            return
+        for link in links:
+            link.close()
+        if "lost" in message:
+            self._aside(self._on_lost, str(message["lost"]))
+        elif "stop" in message:
+            self._aside(self._on_stop)
+        else:
+            self._answered(message)
+
+    def _aside(self, call: Callable[..., None], *arguments: str) -> None:
+        def called() -> None:
             try:
-                received = link.receive()
-            except (ImgtoolError, OSError) as error:
-                self._log("unreadable message of the holder", level="error", error=str(error))
-                continue
-            if received is None:
-                return
-            message, fds = received
-            if "peer" in message and len(fds) == 1:
-                self._on_peer(str(message["peer"]), Link.adopt(fds[0]))
-                continue
-            for link_fd in map(Link.adopt, fds):
-                link_fd.close()
-            if "lost" in message:
-                self._on_lost(str(message["lost"]))
-            elif "stop" in message:
-                self._on_stop()
-            else:
-                self._answered(message)
+                call(*arguments)
+            except Exception as error:
+                self._log("unexpected", level="error", error=f"{type(error).__name__}: {error}")
+
+        threading.Thread(target=called, name="custody-aside", daemon=True).start()
 
     def _answered(self, message: Message) -> None:
         number: Any = message.get("done", message.get("failed"))

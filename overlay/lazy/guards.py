@@ -17,7 +17,7 @@ from typing import Protocol
 from layerstore.cache.packs import CachedPack
 from layerstore.errors import UnavailableError, os_errors
 from overlay.lazy.custody import Custody
-from overlay.lazy.holder import FUSE, KEEPER
+from overlay.lazy.rendezvous import FUSE, KEEPER
 from overlay.mountapi import MNT_DETACH, umount
 
 
@@ -44,8 +44,12 @@ class Backend(Protocol):
         ...
 
     def release(self, pack: CachedPack) -> None: ...
+    def is_lost(self) -> bool:
+        """Whether its server has ended, and all of its mounts with it, since anybody was told of that."""
+        ...
+
     def lost(self) -> None:
-        """Its server ended, and all of its mounts with it."""
+        """So it has: from now on it is another one."""
         ...
 
 
@@ -66,8 +70,10 @@ class FanotifyBackend:
     def release(self, pack: CachedPack) -> None:
         self._custody.drop(pack.hex, KEEPER)
 
-    def lost(self) -> None:
-        """Doesn't happen: a keeper's successor takes its events over."""
+    def is_lost(self) -> bool:
+        return False  # a keeper's successor takes its events over
+
+    def lost(self) -> None: ...
 
 
 class FuseBackend:
@@ -101,8 +107,12 @@ class FuseBackend:
     def mount_point(self) -> str:
         return f"{self._directory}/{self._generation}"
 
+    def is_lost(self) -> bool:
+        with self._lock:
+            mount_point = self.mount_point if self._running else None
+        return mount_point is not None and not _is_served(mount_point)
+
     def lost(self) -> None:
-        """The server ended."""
         with self._lock:
             dead = self.mount_point
             self._running = False
@@ -123,10 +133,15 @@ class FuseBackend:
                     return mount_point
             with os_errors("make a directory for mount points of packs"):
                 os.makedirs(self._directory, 0o700, exist_ok=True)
-            self._custody.start_fuse(mount_point)
+            try:
+                served = self._custody.start_fuse(mount_point)
+            except UnavailableError:
+                self.lost()  # so that the next one doesn't find what this one may have left
+                raise
             with self._lock:
-                self._running = self.mount_point == mount_point  # else it has been lost again
-            return mount_point
+                self._running = True
+                self._generation = int(os.path.basename(served))  # a worker before us may have started one
+            return served
 
     def release(self, pack: CachedPack) -> None:
         self._custody.drop(pack.hex, FUSE)
@@ -206,12 +221,15 @@ class Guards:
         """The number of packs that the kernel has open and that lack data: somebody has to answer for them."""
         return sum(not pack.complete and _is_open(pack) for pack in self.packs())
 
-    def lost(self) -> None:
-        """Nobody guards them any more, and what was mounted over them gives errors."""
-        with self._changed:
+    def lost(self) -> bool:
+        """The server seems to have ended. Whether it has: nobody guards them any more, and mounts give errors."""
+        if not self.backend.is_lost():
+            return False
+        with self._changed:  # before another server may be started, whose packs are not to be forgotten
             self._packs.clear()
             self._users.clear()
         self.backend.lost()
+        return True
 
     def _let_go(self, hexes: Sequence[str]) -> list[str]:
         gone = []

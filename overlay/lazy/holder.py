@@ -8,84 +8,35 @@ one from what it holds itself, the keeper first, the worker if the keeper is gon
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import selectors
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from socket import socket as Socket
 from typing import Protocol
 
 from layerstore.errors import ConflictError, ImgtoolError, UnavailableError
+from overlay.lazy.asks import Ask, Asks, Key
+from overlay.lazy.holdings import LOCK, Holdings, close_others
 from overlay.lazy.link import Link, Message
+from overlay.lazy.member import Member
+from overlay.lazy.rendezvous import FUSE, HOLDER, KEEPER, LOCK_OF, SOCKET, SOON, WORKER, alone, connect, listen
 
 Log = Callable[..., None]
 
-HOLDER, KEEPER, WORKER, FUSE = "holder", "keeper", "worker", "fuse"
-LOCK = "lock"
-_SOCKET = "holder.sock"
-_ALONE = "holder.lock"
 _RESTARTS = "restarts.json"
 _BACKOFF = (0.0, 0.1, 0.5, 2.0, 5.0)
-"""Seconds before a process that keeps ending is started again."""
+"""Seconds before a process that keeps ending is started again, by how often it has."""
 _UNFIT = 3
 """Exit code of a process that an error of ours kept from its work: it would do so again."""
-_STEADY = 30.0
-"""Seconds after which a process counts as running well."""
-_SOON = 2.0
-"""Seconds in which processes that are alive have to say hello to a new holder."""
+_STEADY = 3.0
+"""Seconds after which a process hasn't ended because of how it began."""
 SUCCESSION = 10.0
 """Seconds in which there is a successor of a holder, whoever starts it."""
 _MOMENT = 0.3
 """Seconds that a keeper waits for a holder before it starts one. Nobody answers readers meanwhile."""
-
-
-@dataclass
-class Holdings:
-    """Descriptors that outlive the process that made them.
-
-    Attributes:
-        lock: the lock of the run directory; whoever has a copy keeps it.
-        listening: the API's socket.
-        group: the fanotify group; None where lazy loading doesn't go by fanotify.
-        journal: its unanswered events.
-        packs: data and frame map of each guarded pack, by hex.
-        fronts: who guards each pack: keeper, fuse.
-    """
-
-    lock: int
-    listening: int
-    group: int | None = None
-    journal: int | None = None
-    packs: dict[str, tuple[int, int]] = field(default_factory=dict)
-    fronts: dict[str, set[str]] = field(default_factory=dict)
-
-    def of(self, front: str) -> dict[str, tuple[int, int]]:
-        return {hex: fds for hex, fds in self.packs.items() if front in self.fronts[hex]}
-
-    def put(self, hex: str, front: str, fds: tuple[int, int]) -> None:
-        """Keep ``fds``, in place of those of a pack of that name that has been thrown away and made anew."""
-        known = self.packs.get(hex)
-        if known is not None and os.path.sameopenfile(known[0], fds[0]):
-            known, fds = fds, known
-        for fd in known or ():
-            os.close(fd)
-        self.packs[hex] = fds
-        self.fronts.setdefault(hex, set()).add(front)
-
-    def drop(self, hex: str, front: str) -> bool:
-        """Whether nobody guards the pack any more, and it has been closed."""
-        fronts = self.fronts.get(hex, set())
-        fronts.discard(front)
-        if fronts or hex not in self.packs:
-            return False
-        del self.fronts[hex]
-        for fd in self.packs.pop(hex):
-            os.close(fd)
-        return True
 
 
 class Roles(Protocol):
@@ -115,45 +66,11 @@ class Keeping(Protocol):
     def tell(self, **fields: str) -> object: ...
 
 
-@dataclass
-class _Member:
-    """A process of the node, and the link to it once it has said hello."""
-
-    role: str
-    pid: int
-    pidfd: int
-    started: float
-    link: Link | None = None
-    serves: bool = False
-
-
-def connect(run_directory: str, role: str, *, patience: float = _SOON) -> Link | None:
-    """Say hello to the holder; None if nobody listens in ``patience`` seconds."""
-    until = time.monotonic() + patience
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.connect(f"{run_directory}/{_SOCKET}")
-            link = Link(connection)
-            link.send({"hello": role, "pid": os.getpid()})
-            return link
-        except (ConnectionError, FileNotFoundError, BlockingIOError):
-            connection.close()
-        if time.monotonic() >= until:
-            return None
-        time.sleep(0.02)
-
-
-@dataclass
-class _Request:
-    """What the worker asked a front end for, and hasn't been answered: by which numbers, and in which words."""
-
-    numbers: list[int]
-    message: Message
-
-
 class Holder:
-    """One run of the holder: first, or successor of one that died."""
+    """One run of the holder: first, or successor of one that died.
+
+    It waits for nobody, and nothing that goes wrong ends it: what it holds would be closed, and readers get zeros.
+    """
 
     def __init__(
         self, run_directory: str, holdings: Holdings, roles: Roles, log: Log, keeping: Keeping | None = None
@@ -170,19 +87,36 @@ class Holder:
         self._log = log
         self._keeping = keeping
         self._selector = selectors.DefaultSelector()
-        self._members: dict[str, _Member] = {}
-        self._restarts = self._read_restarts()
+        self._members: dict[str, Member] = {}
+        self._strangers: set[Link] = set()
         self._failures: dict[str, int] = {}
+        self._restarts = self._read_restarts()
         self._due: dict[str, float] = {}
+        """When a process is started; when that FUSE server is given up that may be alive."""
         self._worked = bool(holdings.packs)
         """Whether there has been a worker: somebody may be waiting for the next one."""
-        self._requests: dict[tuple[str, str], _Request] = {}
+        self._asks = Asks()
+        self._waiting_for_fuse: list[int] = []
         self._fuse_directory = ""
+        """Of the server that serves."""
         self._ending = False
         self._stop_asked = False
-        self._alone = _only_holder(f"{run_directory}/{_ALONE}")
-        self._control = self._listen()
+        self._alone, self._control = self._begin()
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def _begin(self) -> tuple[int, Socket]:
+        """The lock of holders, and the socket."""
+        predecessor = self._holdings.predecessor
+        if predecessor is None:
+            return alone(self._directory, HOLDER, patience=SOON / 2), listen(self._directory)
+        self._holdings.predecessor = None
+        control = listen(self._directory)  # before it goes: at no time does anybody find that nobody listens
+        try:
+            with predecessor:
+                predecessor.send({"taken": True})
+            return alone(self._directory, HOLDER, patience=SOON), control
+        except OSError as error:
+            raise ConflictError("the running holder has waited no longer") from error
 
     def run(self, *, found: bool = False) -> None:
         """Until the worker says that the mounts are gone. ``found``: the others may be alive, let them come first.
@@ -193,25 +127,31 @@ class Holder:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
-        self._selector.register(self._control, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._signals)
-        if found:
-            self._count_restart(HOLDER)
-        grace = _SOON if found else 0.0
+        self._register_control()
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda mask: self._signals())
         now = time.monotonic()
-        self._due = {WORKER: now + grace}
+        self._due = {WORKER: now}
         if self._holdings.group is not None:
-            self._due[KEEPER] = now + grace
-        self._keep_all()
-        try:
-            while not self._ending:
-                for key, _ in self._selector.select(self._patience()):
-                    key.data()
-                self._start_due()
-        finally:
-            self._end()
+            self._due[KEEPER] = now
+        if found:
+            self._worked = True
+            self._count_restart(HOLDER)
+            self._due = {role: now + SOON for role in (*self._due, FUSE)}
+        self._attempt(self._keep_all)
+        while not self._ending:
+            for key, mask in self._selector.select(self._patience()):
+                self._attempt(key.data, mask)
+            self._attempt(self._start_due)
+        self._end()
         if not self._worked:
             raise UnavailableError("the node service can't be started: its log says why")
+
+    def _attempt(self, call: Callable[..., None], *arguments: int) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            self._log("unexpected", level="error", error=f"{type(error).__name__}: {error}")
+            time.sleep(0.1)  # should it come back at once
 
     # --- processes
 
@@ -224,31 +164,51 @@ class Holder:
         now = time.monotonic()
         for role in [role for role, at in self._due.items() if at <= now]:
             del self._due[role]
-            if role not in self._members and not self._ending:
+            if role in self._members:
+                continue
+            if role == FUSE:
+                if _has_mount_points(f"{self._directory}/packs"):
+                    self._lose_fuse("the FUSE server ended")
+            else:
                 self._start(role)
 
-    def _start(self, role: str) -> None:
-        started = time.monotonic()
-        pid = os.fork()
+    def _start(self, role: str, directory: str = "") -> None:
+        """Start a process; ``directory`` is where a FUSE server is to serve."""
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes
+            self._not_started(role, error)
+            return
         if pid == 0:
-            self._become(role)
-        self._add(_Member(role, pid, os.pidfd_open(pid), started))
+            self._become(role, directory)
+        try:
+            self._add(role, pid)
+        except OSError as error:  # no descriptors: one that can't be watched is worse than none
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._not_started(role, error)
+            return
         self._log("started", role=role, pid=pid)
 
-    def _become(self, role: str) -> None:
+    def _not_started(self, role: str, error: OSError) -> None:
+        self._log("not started", level="error", role=role, error=str(error))
+        if role == FUSE:
+            self._lose_fuse(f"a FUSE server can't be started: {error.strerror}")
+        else:
+            self._due[role] = time.monotonic() + _BACKOFF[2]
+
+    def _become(self, role: str, directory: str) -> None:
         """The child: let go of what is the holder's alone, and play the role. Doesn't return."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (
-                signal.SIGTERM,
-                signal.SIGINT,
-            ):  # a terminal's Ctrl-C is for the holder, which asks the worker
-                signal.signal(number, signal.SIG_IGN)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # they are for the holder, also Ctrl-C: it asks the worker
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._let_go()
+            self._holdings.narrow(role)
             self._roles.begin(role)
-            play(role, self._directory, self._holdings, self._roles, self._log, self._fuse_directory)
+            play(role, self._directory, self._holdings, self._roles, self._log, directory)
             code = 0
         except BaseException as error:
             self._log("ended by an error", level="error", role=role, error=f"{type(error).__name__}: {error}")
@@ -260,62 +220,56 @@ class Holder:
     def _let_go(self) -> None:
         self._selector.close()
         self._control.close()
-        os.close(self._alone)
-        os.close(self._wake)
-        os.close(self._wake_write)
+        for link in self._strangers:
+            link.close()
+        for fd in (self._alone, self._wake, self._wake_write):
+            os.close(fd)
         for member in self._members.values():
-            os.close(member.pidfd)
-            if member.link is not None:
-                member.link.close()
+            member.let_go()
+        self._asks.close()
 
-    def _add(self, member: _Member) -> None:
-        self._members[member.role] = member
-        self._selector.register(member.pidfd, selectors.EVENT_READ, lambda: self._gone(member))
+    def _add(self, role: str, pid: int) -> Member:
+        member = self._members[role] = Member(role, pid, self._selector, self._gone, self._receive)
+        return member
 
-    def _gone(self, member: _Member) -> None:
+    def _gone(self, member: Member) -> None:
         """A process has ended: forget it, and start it again unless everything ends."""
-        self._selector.unregister(member.pidfd)
-        os.close(member.pidfd)
-        if member.link is not None:
-            self._selector.unregister(member.link)
-            member.link.close()
-        if self._members.get(member.role) is not member:
+        code = member.close()
+        role = member.role
+        if self._members.get(role) is not member:
+            return  # another one was there before it
+        del self._members[role]
+        if role == FUSE:
+            self._log("ended", level="warning", role=role, pid=member.pid)
+            self._lose_fuse("the FUSE server ended")
             return
-        del self._members[member.role]
-        status = 0
-        try:
-            _, status = os.waitpid(member.pid, os.WNOHANG)
-        except ChildProcessError:
-            pass  # a former holder's child
-        if self._ending:
-            return
-        if member.role == WORKER and os.waitstatus_to_exitcode(status) == _UNFIT and not self._worked:
-            self._log("a worker can't be started, and nobody waits for one", level="error")
-            self._ending = True
-            return
+        if role == WORKER:
+            self._asks.disown()
+            self._waiting_for_fuse.clear()
+            if code == _UNFIT and not self._worked:
+                self._log("a worker can't be started, and nobody waits for one", level="error")
+                self._ending = True
+                return
         now = time.monotonic()
-        failures = 0 if now - member.started > _STEADY else self._failures.get(member.role, 0) + 1
-        self._failures[member.role] = failures
-        pause = _BACKOFF[min(failures, len(_BACKOFF) - 1)] if failures > 1 else 0.0
-        self._log("ended", level="warning", role=member.role, pid=member.pid, again_in=pause)
-        if member.role == FUSE:
-            self._lose_fuse()
-            return
-        self._count_restart(member.role)
-        self._due[member.role] = now + pause
+        failures = 1 if now - member.started > _STEADY else self._failures.get(role, 0) + 1
+        self._failures[role] = failures
+        pause = _BACKOFF[min(failures, len(_BACKOFF)) - 1]
+        self._log("ended", level="warning", role=role, pid=member.pid, again_in=pause)
+        self._count_restart(role)
+        self._due[role] = now + pause
         self._start_due()
 
-    def _lose_fuse(self) -> None:
+    def _lose_fuse(self, why: str) -> None:
         """Its mounts can't be served again: the worker has a new one started, elsewhere, when it needs it."""
         self._count_restart(FUSE)
         self._fuse_directory = ""
+        for key in self._asks.of(FUSE):
+            while (ask := self._asks.first(key)) is not None:
+                self._settle(key, why if ask.guards else None, go_on=False)
         for hex in self._holdings.of(FUSE):
             self._drop(hex, FUSE)
-        for key in [key for key in self._requests if key[1] == FUSE]:
-            self._answer(key, "the FUSE server ended")
-        worker = self._members.get(WORKER)
-        if worker is not None:
-            self._send(worker, {"lost": FUSE})
+        self._answer_fuse(why)
+        self._tell_worker({"lost": FUSE})
 
     def _read_restarts(self) -> dict[str, int]:
         """How often each process has been started again, by all holders together."""
@@ -337,35 +291,30 @@ class Holder:
 
     # --- messages
 
-    def _listen(self) -> socket.socket:
-        path = f"{self._directory}/{_SOCKET}"
-        new = f"{path}.{os.getpid()}"
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            listening.bind(new)
-            os.chmod(new, 0o600)
-            listening.listen(16)
-            os.rename(new, path)  # from now on everybody comes here
-        except BaseException:
-            listening.close()
-            raise
-        return listening
+    def _register_control(self) -> None:
+        self._selector.register(self._control, selectors.EVENT_READ, lambda mask: self._accept())
 
     def _accept(self) -> None:
-        connection, _ = self._control.accept()
-        link = Link(connection)
-        link.settimeout(_SOON)
         try:
-            received = link.receive()
-        except (ImgtoolError, OSError):
-            received = None
-        if received is None:
-            link.close()
+            connection, _ = self._control.accept()
+        except BlockingIOError:
             return
-        link.settimeout(None)
-        message, fds = received
-        for fd in fds:
-            os.close(fd)
+        link = Link(connection)
+        link.setblocking(False)
+        self._strangers.add(link)
+        self._selector.register(link, selectors.EVENT_READ, lambda mask: self._greet(link))
+
+    def _greet(self, link: Link) -> None:
+        """Hear who it is that has connected."""
+        self._selector.unregister(link)
+        self._strangers.discard(link)
+        message: Message = {}
+        try:
+            message, fds = link.receive() or ({}, [])
+            for fd in fds:
+                os.close(fd)
+        except (ImgtoolError, OSError):
+            pass
         role, pid = message.get("hello"), message.get("pid")
         if role == HOLDER:
             self._hand_over(link)
@@ -375,143 +324,150 @@ class Holder:
             link.close()
 
     def _welcome(self, role: str, pid: int, link: Link) -> None:
+        """Whoever says hello is it: one keeper at a time gets that far, and one worker, by locks of theirs."""
         member = self._members.get(role)
-        if member is not None and member.pid != pid:
-            self._log("refused", level="warning", role=role, pid=pid, why=f"{member.pid} is it")
-            link.close()
-            return
-        if member is None:
+        if member is None or member.pid != pid:
+            if member is not None and role == FUSE:
+                self._log("refused", level="warning", role=role, pid=pid, why=f"{member.pid} is it")
+                with link:
+                    link.send({"end": True})
+                return
             try:
-                member = _Member(role, pid, os.pidfd_open(pid), time.monotonic())
+                member = self._add(role, pid)
             except ProcessLookupError:
                 link.close()
                 return
-            self._add(member)
-            self._due.pop(role, None)
-        if member.link is not None:
-            self._selector.unregister(member.link)
-            member.link.close()
-        member.link = link
-        self._worked = self._worked or role == WORKER
-        self._selector.register(link, selectors.EVENT_READ, lambda: self._receive(member))
+            self._log("found", role=role, pid=pid)
+            if role == WORKER and self._keeping is not None:  # it has said so to the one before us
+                self._keeping.tell(READY="1")
+        self._due.pop(role, None)
+        member.attach(link)
         if role == WORKER:
+            self._worked = True
+            self._asks.disown()  # it asks again
+            self._waiting_for_fuse.clear()
+            if self._stop_asked:
+                member.send({"stop": True})
             for front in (KEEPER, FUSE):
                 self._introduce(front)
         else:
-            for (hex, front), request in self._requests.items():  # it was born with the others
-                if front == role and hex:
-                    self._send(member, request.message, self._holdings.packs[hex] if "guard" in request.message else ())
+            for key in self._asks.of(role):
+                self._advance(key)
             self._introduce(role)
 
     def _introduce(self, front: str) -> None:
         """A new link between a front end and the worker, once both are there."""
         one, other = self._members.get(front), self._members.get(WORKER)
-        if one is None or other is None or one.link is None or other.link is None:
+        if one is None or other is None or not one.is_attached or not other.is_attached:
             return
         first, second = Link.pair()
         with first, second:
-            self._send(one, {"peer": WORKER}, (first.fileno(),))
-            self._send(other, {"peer": front}, (second.fileno(),))
+            one.send({"peer": WORKER}, (first.fileno(),))
+            other.send({"peer": front}, (second.fileno(),))
 
-    def _send(self, member: _Member, message: Message, fds: tuple[int, ...] = ()) -> None:
-        if member.link is None:
-            return
-        try:
-            member.link.send(message, fds)
-        except OSError:
-            pass  # it is ending; its pidfd says so next
+    def _tell_worker(self, message: Message) -> None:
+        worker = self._members.get(WORKER)
+        if worker is not None:
+            worker.send(message)  # else its successor asks again
 
-    def _receive(self, member: _Member) -> None:
-        assert member.link is not None
+    def _receive(self, member: Member, message: Message, fds: list[int]) -> None:
         try:
-            received = member.link.receive()
-        except (ImgtoolError, OSError) as error:
-            self._log("unreadable message", level="error", role=member.role, error=str(error))
-            return
-        if received is None:
-            self._selector.unregister(member.link)
-            member.link.close()
-            member.link = None
-            return
-        message, fds = received
-        kept = False
-        try:
+            if self._members.get(member.role) is not member:
+                return
             if member.role == WORKER:
-                kept = self._from_worker(member, message, fds)
+                self._from_worker(message, fds)
             else:
-                self._from_front(member, message)
+                self._from_front(member, message, fds)
         except (KeyError, TypeError, ValueError) as error:
             self._log("wrong message", level="error", role=member.role, error=f"{type(error).__name__}: {error}")
         finally:
-            if not kept:
-                for fd in fds:
-                    os.close(fd)
+            for fd in fds:
+                os.close(fd)
 
-    def _from_worker(self, worker: _Member, message: Message, fds: list[int]) -> bool:
-        """Whether ``fds`` are kept."""
+    def _from_worker(self, message: Message, fds: list[int]) -> None:
+        """Do what the worker wants. Descriptors that are kept leave ``fds``."""
         if "hold" in message:
             number, hex, front = int(message["hold"]), str(message["pack"]), str(message["with"])
             data, frames = fds
-            self._holdings.put(hex, front, (data, frames))
-            if self._keeping is not None:
-                self._keeping.store(hex, list(self._holdings.packs[hex]))
-            self._ask(number, hex, front, {"guard": hex}, self._holdings.packs[hex])
-            return True
-        if "drop" in message:
-            self._ask(int(message["drop"]), str(message["pack"]), str(message["with"]), {"release": message["pack"]})
+            fds.clear()
+            self._ask((hex, front), Ask(number, {"guard": hex}, (data, frames)))
+        elif "drop" in message:
+            number, hex, front = int(message["drop"]), str(message["pack"]), str(message["with"])
+            self._ask((hex, front), Ask(number, {"release": hex}))
         elif "start" in message:
+            self._waiting_for_fuse.append(int(message["start"]))
+            self._due.pop(FUSE, None)
             if FUSE not in self._members:
-                self._fuse_directory = str(message["directory"])
-                self._start(FUSE)
-            self._requests.setdefault(("", FUSE), _Request([], message)).numbers.append(int(message["start"]))
-            if self._members[FUSE].serves:
-                self._answer(("", FUSE), None)
+                self._start(FUSE, str(message["directory"]))
+            elif self._fuse_directory:
+                self._answer_fuse(None)
         elif "status" in message:
-            pids = {role: member.pid for role, member in self._members.items()}
-            self._send(
-                worker,
-                {"done": message["status"], "pids": {HOLDER: os.getpid(), **pids}, "restarts": self._restarts},
-            )
+            pids = {HOLDER: os.getpid(), **{role: member.pid for role, member in self._members.items()}}
+            self._tell_worker({"done": message["status"], "pids": pids, "restarts": self._restarts})
         elif "stopped" in message:
+            self._tell_worker({"done": message["stopped"]})
             self._ending = True
-        return False
 
-    def _ask(self, number: int, hex: str, front: str, message: Message, fds: tuple[int, ...] = ()) -> None:
-        request = self._requests.setdefault((hex, front), _Request([], message))
-        request.numbers.append(number)
-        request.message = message
+    def _ask(self, key: Key, ask: Ask) -> None:
+        if self._asks.put(key, ask):
+            self._advance(key)
+
+    def _advance(self, key: Key) -> None:
+        """Have the front end do what is asked of it first, as soon as it is there."""
+        hex, front = key
+        ask = self._asks.first(key)
+        if ask is None:
+            return
+        if ask.fds:
+            data, frames = ask.fds
+            ask.fds, ask.again = (), hex in self._holdings.of(front)
+            others = self._holdings.put(hex, front, (data, frames))
+            if self._keeping is not None:
+                if others:
+                    self._keeping.remove(hex)
+                self._keeping.store(hex, [data, frames])
         member = self._members.get(front)
         if member is not None:
-            self._send(member, message, fds)
-        elif front == FUSE:
-            self._drop(hex, front)
-            self._answer((hex, front), None if "release" in message else "no FUSE server runs")
+            member.send(ask.message, self._holdings.packs[hex] if ask.guards else ())
+        elif front == FUSE and FUSE not in self._due:
+            self._settle(key, "no FUSE server runs" if ask.guards else None)
+            self._tell_worker({"lost": FUSE})
 
-    def _from_front(self, front: _Member, message: Message) -> None:
+    def _settle(self, key: Key, why: str | None, *, go_on: bool = True) -> None:
+        """The front end has done what was asked first, or says ``why`` not; on to what is asked next."""
+        ask = self._asks.pop(key)
+        ask.close()
+        if not ask.guards or (why is not None and not ask.again):
+            self._drop(*key)
+        if ask.number is not None:
+            self._tell_worker({"done": ask.number} if why is None else {"failed": ask.number, "why": why})
+        if go_on:
+            self._advance(key)
+
+    def _from_front(self, front: Member, message: Message, fds: list[int]) -> None:
         if "mounted" in message:
-            front.serves = True
-            self._fuse_directory = str(message.get("directory", self._fuse_directory))
-            self._answer(("", FUSE), None)
+            self._fuse_directory = str(message["directory"])
+            self._answer_fuse(None)
             return
-        why: str | None = None
-        if "guarded" in message:
-            hex = str(message["guarded"])
-        elif "released" in message:
-            hex = str(message["released"])
-            self._drop(hex, front.role)
-        else:
-            hex = str(message["unguarded"])
-            why = str(message.get("why", "refused"))
-            self._drop(hex, front.role)
-        self._answer((hex, front.role), why)
+        if "has" in message:  # of a holder before us
+            hex = str(message["has"])
+            data, frames = fds
+            if hex not in self._holdings.of(front.role):  # else it may be an old one
+                fds.clear()
+                self._holdings.put(hex, front.role, (data, frames))
+            return
+        kind = next(kind for kind in ("guarded", "unguarded", "released", "") if kind in message or not kind)
+        key = str(message[kind]), front.role
+        ask = self._asks.first(key)
+        if ask is not None and ask.guards == (kind != "released"):
+            self._settle(key, str(message.get("why", "refused")) if kind == "unguarded" else None)
 
-    def _answer(self, key: tuple[str, str], why: str | None) -> None:
-        request = self._requests.pop(key, None)
-        worker = self._members.get(WORKER)
-        if request is None or worker is None:
-            return  # a successor of the worker asks again
-        for number in request.numbers:
-            self._send(worker, {"done": number} if why is None else {"failed": number, "why": why})
+    def _answer_fuse(self, why: str | None) -> None:
+        """Whoever waits for a FUSE server: it serves, or ``why`` not."""
+        for number in self._waiting_for_fuse:
+            done: Message = {"done": number, "directory": self._fuse_directory}
+            self._tell_worker(done if why is None else {"failed": number, "why": why})
+        self._waiting_for_fuse.clear()
 
     def _drop(self, hex: str, front: str) -> None:
         if self._holdings.drop(hex, front) and self._keeping is not None:
@@ -522,13 +478,11 @@ class Holder:
     def _signals(self) -> None:
         numbers = os.read(self._wake, 4096)
         if signal.SIGTERM in numbers or signal.SIGINT in numbers:
-            worker = self._members.get(WORKER)
             self._log("asked to stop", again=self._stop_asked)
+            self._stop_asked = True
             if self._keeping is not None:
                 self._keeping.tell(STOPPING="1")
-            if worker is not None:
-                self._send(worker, {"stop": True})
-            self._stop_asked = True
+            self._tell_worker({"stop": True})  # else when it says hello
 
     def _keep_all(self) -> None:
         if self._keeping is None:
@@ -541,44 +495,36 @@ class Holder:
 
     def _hand_over(self, link: Link) -> None:
         """Another process, which systemd watches, wants to be the holder: give it everything and go."""
-        held = self._holdings
-        own = [fd for fd in (held.lock, held.listening, held.group, held.journal) if fd is not None]
         try:
-            link.send({"own": len(own), "packs": len(held.packs)}, own)
-            for hex, fds in held.packs.items():
-                link.send({"pack": hex, "fronts": sorted(held.fronts[hex])}, fds)
-            link.settimeout(_SOON)
-            if link.receive() is None:
-                return
+            with link:
+                if self._holdings.hand_over(link, SOON):
+                    self._log("handed over")
+                    os._exit(0)
         except (OSError, ImgtoolError) as error:
             self._log("handing over failed", level="error", error=str(error))
-            return
-        finally:
-            link.close()
-        self._log("handed over")
-        os._exit(0)
+        # It may have taken the socket's name before it died.
+        self._selector.unregister(self._control)
+        self._control.close()
+        self._control = listen(self._directory)
+        self._register_control()
 
     def _end(self) -> None:
         """The mounts are gone: nobody has to answer anybody any more."""
         self._log("ending")
-        for role in (FUSE, KEEPER, WORKER):
+        for role, patience in ((FUSE, 5.0), (KEEPER, 0.0), (WORKER, 10.0)):
             member = self._members.get(role)
             if member is None:
                 continue
-            if role == WORKER:
-                _wait_for(member.pidfd, 10.0)
             if role == FUSE:
-                self._send(member, {"end": True})
-                _wait_for(member.pidfd, 5.0)
-            try:
-                signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            _wait_for(member.pidfd, 5.0)
+                member.send({"end": True})
+            member.wait(patience)
+            member.kill()
+            member.wait(5.0)
         if self._keeping is not None:
             for name in ["group", *self._holdings.packs]:
                 self._keeping.remove(name)
-        for name in (_SOCKET, _ALONE, _RESTARTS, "node.sock", LOCK):  # the lock last: then another one may begin
+        locks = [LOCK_OF.format(role) for role in (HOLDER, KEEPER)]
+        for name in (SOCKET, *locks, _RESTARTS, "node.sock", LOCK):  # this last: then another one may begin
             try:
                 os.unlink(f"{self._directory}/{name}")
             except FileNotFoundError:
@@ -590,42 +536,36 @@ class Holder:
                 pass  # not there, or not only ours: that of the default root has those of the others in it
 
 
-def _only_holder(path: str) -> int:
-    """Take the lock that holders have one after the other; a predecessor that is ending gets a moment.
-
-    It is a lock of the process (POSIX), which children and heirs of its descriptors don't share.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    until = time.monotonic() + _SOON / 2
-    while True:
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fd
-        except (BlockingIOError, PermissionError):
-            if time.monotonic() > until:
-                os.close(fd)
-                raise ConflictError("another process is the holder already") from None
-            time.sleep(0.02)
-
-
-def _wait_for(pidfd: int, seconds: float) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(pidfd, selectors.EVENT_READ)
-        selector.select(seconds)
+def _has_mount_points(directory: str) -> bool:
+    try:
+        return bool(os.listdir(directory))
+    except FileNotFoundError:
+        return False
 
 
 def play(role: str, run_directory: str, holdings: Holdings, roles: Roles, log: Log, directory: str = "") -> None:
-    """Be keeper, worker or FUSE server, until that is over."""
+    """Be keeper, worker or FUSE server, until that is over.
+
+    Raises:
+        ConflictError: there is a keeper, that of a holder before. Two of them would answer each other's events, since
+            an event is known by the number that it has in the process which has read it.
+    """
     if role == WORKER:
         roles.worker(holdings)
         return
+    if role == KEEPER:
+        alone(run_directory, KEEPER)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # holders that it starts end when they like
     while True:
         link = connect(run_directory, role, patience=_MOMENT)
         if link is None:
             if role == FUSE:
                 return
             log("the holder is gone", level="warning", by=role)
-            succeed(run_directory, holdings, roles, log)
+            try:
+                succeed(run_directory, holdings, roles, log)
+            except OSError as error:  # no memory, or too many processes: that passes
+                log("no holder started", level="error", error=str(error))
             continue
         with link:
             if role == FUSE:
@@ -635,7 +575,7 @@ def play(role: str, run_directory: str, holdings: Holdings, roles: Roles, log: L
 
 
 def succeed(run_directory: str, holdings: Holdings, roles: Roles, log: Log) -> None:
-    """Fork a new holder from what this process holds. Only from a process with a single thread."""
+    """Fork a new holder from what this process holds. Only from a process with a single thread. Raises OSError."""
     if os.fork():
         return
     code = 1
@@ -653,49 +593,3 @@ def succeed(run_directory: str, holdings: Holdings, roles: Roles, log: Log) -> N
         log("ended by an error", level="error", role=HOLDER, error=f"{type(error).__name__}: {error}")
     finally:
         os._exit(code)
-
-
-def close_others(keep: set[int | None]) -> None:
-    """Close all descriptors but the standard ones and ``keep``: events and links of the process we were forked from."""
-    for fd in _open_descriptors():
-        if fd > 2 and fd not in keep:
-            try:
-                os.close(fd)
-            except OSError:
-                pass
-
-
-def _open_descriptors() -> Iterator[int]:
-    yield from [int(name) for name in os.listdir("/proc/self/fd")]
-
-
-def take_over(run_directory: str) -> Holdings:
-    """Become the holder in place of one that runs without being watched.
-
-    Raises:
-        ConflictError: a node service runs and doesn't hand over.
-    """
-    link = connect(run_directory, HOLDER)
-    if link is None:
-        raise ConflictError(f"a node service holds {run_directory}, and nobody answers there; try again")
-    link.settimeout(_SOON)
-    with link:
-        try:
-            head = link.receive()
-            if head is None:
-                raise UnavailableError("the running node service doesn't hand over")
-            (lock, listening, *events) = head[1]
-            group, journal = events if events else (None, None)
-            holdings = Holdings(lock, listening, group, journal)
-            for _ in range(int(head[0]["packs"])):
-                received = link.receive()
-                if received is None:
-                    raise UnavailableError("the running node service ended while it handed over")
-                message, (data, frames) = received
-                for front in message["fronts"]:
-                    holdings.packs[message["pack"]] = (data, frames)
-                    holdings.fronts.setdefault(message["pack"], set()).add(front)
-            link.send({"taken": True})
-        except (OSError, ValueError, KeyError) as error:
-            raise UnavailableError(f"the running node service doesn't hand over: {error}") from error
-    return holdings

@@ -52,6 +52,8 @@ class Taken(Described):
         """With as many values as the status has: what is missing there is missing here."""
         made = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
         family = made(self.name, self.help, labels=self.labels)
+        if not status:
+            return family  # nobody has a status yet, or it is only described
         try:
             for labels, value in self.values(status):
                 family.add_metric(labels, value)

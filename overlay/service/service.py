@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -23,10 +23,11 @@ from layerstore.errors import (
 from layerstore.image import load_image
 from layerstore.progress import SILENT, Progress
 from layerstore.version import FORMAT_VERSION, VERSION
+from overlay.holders import Holder
 from overlay.images import Asked, NodeImage
 from overlay.layerkey import known_key
 from overlay.lazy.guards import Guards
-from overlay.lazy.holder import FUSE
+from overlay.lazy.rendezvous import FUSE
 from overlay.node import Node
 from overlay.process import run_document
 from overlay.ready import DIRECT, Way
@@ -42,6 +43,8 @@ from prefetch.fetcher import Fetched
 _LOST = "its FUSE server ended: data that weren't there by then can't be read"
 _HOUSEKEEPING = 1.0
 """Seconds between two looks at what can be let go, has lived long enough, or is too much."""
+_MANY = 10
+"""So many at a time are logged at level debug."""
 _FINISHING = 10.0
 """Seconds that requests under way get to end before the service does."""
 _ENDING = 5.0
@@ -194,7 +197,7 @@ class Service:
             self._expiry[sandbox.id] = time.time() + request.ttl
         self._log(
             "up",
-            level="debug" if request.count > 1 else "info",
+            level="info" if request.count < _MANY else "debug",
             sandbox=sandbox.id,
             image=image.identity["name"],
             mode=way.mode,
@@ -277,9 +280,9 @@ class Service:
         with self._working():
             names = [sandbox.id for sandbox in self._node.sandboxes.list()] if ids is None else list(ids)
             reason = Reason.DOWN if exit_code is None else Reason.RUN
-            return [self._end(name, reason, exit_code) for name in names]
+            return [self._end(name, reason, exit_code, alone=len(names) < _MANY) for name in names]
 
-    def _end(self, id: str, reason: Reason, exit_code: int | None = None) -> dict[str, Any]:
+    def _end(self, id: str, reason: Reason, exit_code: int | None = None, *, alone: bool = True) -> dict[str, Any]:
         receipt = self._final(id, reason, exit_code)
         if receipt is not None:  # kept first: there is always one or the other
             try:
@@ -293,7 +296,7 @@ class Service:
         self._troubles.pop(id, None)
         self._modes.pop(id, None)
         self._suspects.discard(id)
-        self._log("down", level="debug", sandbox=id, reason=str(reason), existed=removal.existed)
+        self._log("down", level="info" if alone else "debug", sandbox=id, reason=str(reason), existed=removal.existed)
         return {
             "id": id,
             "existed": removal.existed,
@@ -419,7 +422,7 @@ class Service:
         try:
             self._wait_for_requests()
             killed = self._unmount(force)
-            self._wait_for_mounts(force)
+            killed += self._wait_for_mounts(force)
         except BaseException:
             self._stopping = False
             by_variant = {guards.backend.variant: guards for guards in self._guards.values()}
@@ -454,27 +457,31 @@ class Service:
                 )
             if time.monotonic() > until:
                 raise UnavailableError(f"sandbox {id} stays in use by {', '.join(map(str, holders[:5]))}")
-            for pid in {holder.pid for holders in busy.values() for holder in holders}:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                    killed.append(pid)
-                except ProcessLookupError:
-                    pass
+            killed += _kill(holder for holders in busy.values() for holder in holders)
             time.sleep(0.05)
 
-    def _wait_for_mounts(self, force: bool) -> None:
-        """Until nothing that needs answers is mounted any more: a detached mount lives as long as somebody is in it."""
+    def _wait_for_mounts(self, force: bool) -> list[int]:
+        """Until nothing that needs answers is mounted any more: a detached mount lives as long as somebody is in it.
+
+        Returns:
+            Processes that had to be killed for that.
+
+        Raises:
+            ConflictError: it stays mounted. Then nobody may stop answering, whoever wants that.
+        """
+        killed: list[int] = []
         until = time.monotonic() + _ENDING
         while True:
             left = sum(guards.incomplete() for guards in self._guards.values())
             if not left:
-                return
+                return killed
+            strays = self._node.strays()
+            if force:
+                killed += _kill(strays)
             if time.monotonic() > until:
-                message = f"a process uses a removed sandbox, and {left} of its packs aren't complete"
-                if force:
-                    self._log("ending all the same", level="error", why=message)
-                    return
-                raise ConflictError(f"{message}; end it, or `imgtool node stop --force`")
+                who = ", ".join(map(str, strays[:5])) or "something"
+                advice = "end it" if force else "end it, or `imgtool node stop --force`"
+                raise ConflictError(f"{who} uses a removed sandbox, and {left} of its packs aren't complete; {advice}")
             for guards in self._guards.values():
                 guards.sweep()
             time.sleep(0.05)
@@ -530,6 +537,18 @@ class _Working:
 
     def __exit__(self, *exc: object) -> None:
         self._service.finish()
+
+
+def _kill(holders: Iterable[Holder]) -> list[int]:
+    """The processes that there were."""
+    killed = []
+    for pid in {holder.pid for holder in holders}:
+        try:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+        except ProcessLookupError:
+            pass
+    return killed
 
 
 def _is_fuse(key: str) -> bool:

@@ -17,19 +17,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from layerstore.errors import ConflictError, printable
-from overlay.lazy.holder import (
-    FUSE,
-    HOLDER,
-    KEEPER,
-    LOCK,
-    SUCCESSION,
-    WORKER,
-    Holder,
-    Holdings,
-    connect,
-    take_over,
-)
+from overlay.lazy.holder import SUCCESSION, Holder
+from overlay.lazy.holdings import LOCK, Holdings, take_over
 from overlay.lazy.link import Link
+from overlay.lazy.rendezvous import FUSE, HOLDER, KEEPER, WORKER, connect
 from overlay.privilege import require_root
 from overlay.service.log import configure, descriptors, log
 from overlay.service.notify import ServiceManager

@@ -15,7 +15,8 @@ from overlay.lazy.choice import choose_backend, fuse_works
 from overlay.lazy.custody import Custody
 from overlay.lazy.demand import Demand
 from overlay.lazy.guards import FanotifyBackend, FuseBackend, Guards
-from overlay.lazy.holder import FUSE, KEEPER, Holdings
+from overlay.lazy.holdings import Holdings
+from overlay.lazy.rendezvous import FUSE, KEEPER
 from overlay.node import Node
 from overlay.service.log import log
 from overlay.service.metrics import Metrics

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.conversions import Site
-from support.httpstore import StoreServer
+from support.httpstore import StoreServer, status
 from support.nodes import NodeService, eventually, node_service
 from support.reading import expected, make_files
 from support.sandboxes import mounts_unchanged, node_root
@@ -185,6 +185,45 @@ def test_stopping_is_refused_while_somebody_is_in_a_sandbox_that_isnt_whole(
             assert process.wait() == -signal.SIGKILL
         service.wait()
         assert service.mounts() == []
+
+
+def test_a_forced_stop_ends_who_is_in_a_removed_sandbox_before_it_stops_answering(
+    site: Site, server: StoreServer, tmp_path: Path
+) -> None:
+    """Its mount is detached, and lives as long as it does."""
+    with node_service(node_root(tmp_path)) as (service, client):
+        (sandbox,) = client.create(lazy(server))
+        with subprocess.Popen(["sleep", "1000"], cwd=sandbox.rootfs) as process:
+            assert client.remove(sandbox.id).holders
+            with pytest.raises(ConflictError, match="uses a removed sandbox"):
+                client.stop()
+            assert process.poll() is None
+            assert process.pid in client.stop(force=True).killed
+            assert process.wait() == -signal.SIGKILL
+        service.wait()
+
+
+def test_another_store_of_the_same_image_helps_where_one_has_lost_it(
+    site: Site, server: StoreServer, tmp_path: Path
+) -> None:
+    with node_service(node_root(tmp_path), "--read-deadline", "2") as (service, client):
+        (sandbox,) = client.create(lazy(server))
+        server.misbehave(status(404), "blobs/")
+        with pytest.raises(OSError):
+            read(sandbox, "f1")
+        client.create(SandboxRequest(base="it", store=site.store.location, mode="lazy"))
+        eventually(lambda: readable(sandbox, "f1"), "the other store is asked")
+        assert is_right(sandbox, "f1")
+        client.remove_all()
+        service.stop()
+
+
+def readable(sandbox: SandboxInfo, name: str) -> bool:
+    try:
+        read(sandbox, name)
+    except OSError:
+        return False
+    return True
 
 
 def test_sigterm_unmounts_and_ends(site: Site, server: StoreServer, tmp_path: Path) -> None:

@@ -402,7 +402,7 @@ def test_node_status(node: Shell) -> None:
         == "1 kB in 4 requests for readers, 9 kB in 2 requests ahead; 3 reads waited 0.07 s, all together"
     )
     assert lines["fetching"] == "1 requests under way, 1 readers wait"
-    assert lines["events"].startswith("events 25, allowed 24")
+    assert lines["reads asked"].startswith("25 events, 24 allowed")
     document = node.ok("node", "status", "--json").json
     assert document["pids"]["keeper"] == 812 and document["socket"].endswith("/node.sock")
 

@@ -33,6 +33,7 @@ class FakeBackend:
         self.gate = threading.Event()
         self.gate.set()
         self.error: UnavailableError | None = None
+        self.ended = False
 
     def guard(self, pack: CachedPack) -> str:
         self._call(f"guard {pack.hex[:4]}")
@@ -43,7 +44,11 @@ class FakeBackend:
         self._call(f"release {pack.hex[:4]}")
         del self.guarded[pack.hex]
 
+    def is_lost(self) -> bool:
+        return self.ended
+
     def lost(self) -> None:
+        self.ended = False
         self.guarded.clear()
 
     def _call(self, call: str) -> None:
@@ -59,12 +64,17 @@ class FakeCustody:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.held: list[str] = []
+        self.serving = ""
+        self.error: UnavailableError | None = None
         self.gate = threading.Event()
         self.gate.set()
 
-    def start_fuse(self, directory: str) -> None:
+    def start_fuse(self, directory: str) -> str:
         assert self.gate.wait(20)
-        self.started.append(directory)
+        if self.error is not None:
+            raise self.error
+        self.started.append(self.serving or directory)
+        return self.started[-1]
 
     def hold(self, hex: str, front: str, data: int, frames: int) -> None:
         assert self.gate.wait(20)
@@ -199,6 +209,7 @@ def test_nobody_waits_for_a_holder_that_does_not_answer_about_another_pack(bench
         quickly(lambda: guards.count())
         quickly(lambda: guards.device(second, "a"))
         quickly(lambda: guards.release([second], "a"))
+        backend.ended = True
         quickly(guards.lost)
         backend.gate.set()
         assert waiting.result() == first.data_path
@@ -284,17 +295,62 @@ def test_the_loss_of_a_fuse_server_is_noted_while_somebody_waits_for_it(
     backend = fuse(tmp_path, custody)
     guards = Guards(backend)
     pack = cache.pack(bench.make_pack(), bench.store)
+    guards.device(pack, "a")
     custody.gate.clear()
+    other = cache.pack(bench.make_pack(seed=1), bench.store)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(guards.device, pack, "a")
+        waiting = pool.submit(guards.device, other, "a")
         before = backend.variant
         quickly(guards.lost)
         assert backend.variant != before
         custody.gate.set()
         waiting.result()
-    guards.release([pack], "a")
+    guards.release([pack, other], "a")
     assert guards.device(pack, "b").startswith(backend.mount_point)
     assert custody.started[-1] == backend.mount_point
+
+
+def test_news_of_a_loss_that_come_twice_or_late_are_about_no_other_server(
+    tmp_path: Path, bench: CacheBench, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    custody = FakeCustody()
+    served: set[str] = set()
+    monkeypatch.setattr(guards_module, "_is_served", served.__contains__)
+    backend = fuse(tmp_path, custody)
+    guards = Guards(backend)
+    pack = cache.pack(bench.make_pack(), bench.store)
+    assert not guards.lost()  # none has been started
+    guards.device(pack, "a")
+    assert guards.lost() and not guards.lost()
+    guards.device(pack, "b")
+    served.add(backend.mount_point)
+    before = backend.variant
+    assert not guards.lost() and backend.variant == before and guards.count() == 1
+    guards.release([pack], "b")
+
+
+def test_a_server_that_fails_to_start_leaves_its_name_to_nobody(
+    tmp_path: Path, bench: CacheBench, cache: Cache
+) -> None:
+    custody = FakeCustody()
+    backend = fuse(tmp_path, custody)
+    pack = cache.pack(bench.make_pack(), bench.store)
+    before = backend.variant
+    custody.error = UnavailableError("no")
+    with pytest.raises(UnavailableError):
+        backend.guard(pack)
+    custody.error = None
+    backend.guard(pack)
+    assert backend.variant != before
+
+
+def test_a_server_that_another_worker_has_started_is_taken(tmp_path: Path, bench: CacheBench, cache: Cache) -> None:
+    custody = FakeCustody()
+    custody.serving = f"{tmp_path}/packs/123"
+    backend = fuse(tmp_path, custody)
+    pack = cache.pack(bench.make_pack(), bench.store)
+    assert backend.guard(pack) == f"{tmp_path}/packs/123/{pack.hex}"
+    assert backend.variant == "fuse123"
 
 
 def test_mount_points_of_dead_servers_are_cleared(tmp_path: Path) -> None:

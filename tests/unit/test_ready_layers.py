@@ -51,6 +51,9 @@ class FakeBackend:
         self.waiting -= 1
         self.guarded.discard(pack.hex)
 
+    def is_lost(self) -> bool:
+        return True
+
     def lost(self) -> None:
         self.variant += "x"
         self.guarded.clear()
