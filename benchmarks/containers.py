@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ _GC_ROOT = {"containerd.io/gc.root": "1970-01-01T00:00:00Z"}
 _SERVICE = "/containerd.services.snapshots.v1.Snapshots/"
 _CONFIGURATION = """version = 3
 root = "{work}/root"
-state = "{work}/state"
+state = "{run}"
 disabled_plugins = [
   "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri",
   "io.containerd.internal.v1.opt", "io.containerd.nri.v1.nri",
@@ -31,7 +32,7 @@ disabled_plugins = [
   "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.erofs", "io.containerd.snapshotter.v1.zfs",
 ]
 [grpc]
-  address = "{work}/containerd.sock"
+  address = "{run}/containerd.sock"
 [debug]
   level = "warn"
 """
@@ -74,34 +75,48 @@ class Containerd:
 
     def __init__(self, work: Path) -> None:
         self.work = work
+        self._stack = contextlib.ExitStack()
+        self._socket = ""
 
     def __enter__(self) -> Self:
-        self.work.mkdir(parents=True, exist_ok=True)
-        configuration = self.work / "config.toml"
-        configuration.write_text(_CONFIGURATION.format(work=self.work))
-        environment = {**os.environ, "PATH": f"{TOP}/.tools/bin:{os.environ['PATH']}"}  # it looks there for its shim
-        self._log = (self.work / "log").open("wb")
-        self._process = subprocess.Popen(
-            [_program("containerd"), "-c", str(configuration)], stderr=self._log, env=environment
-        )
-        for _ in range(500):
-            if self._process.poll() is not None:
-                raise SystemExit((self.work / "log").read_text()[-500:])
-            if subprocess.run(self.ctr("version"), capture_output=True).returncode == 0:
-                return self
-            time.sleep(0.02)
-        raise SystemExit("containerd does not answer")
+        with self._stack as stack:
+            self.work.mkdir(parents=True, exist_ok=True)
+            # A socket's path has 107 bytes, and containerd makes a second one beside it.
+            run = stack.enter_context(tempfile.TemporaryDirectory(dir="/run", prefix="imgtool-bench-"))
+            self._socket = f"{run}/containerd.sock"
+            configuration = self.work / "config.toml"
+            configuration.write_text(_CONFIGURATION.format(work=self.work, run=run))
+            log = stack.enter_context((self.work / "log").open("wb"))
+            environment = {
+                **os.environ,
+                "PATH": f"{TOP}/.tools/bin:{os.environ['PATH']}",
+            }  # it looks there for its shim
+            process = subprocess.Popen([_program("containerd"), "-c", str(configuration)], stderr=log, env=environment)
+            stack.callback(self._end, process)
+            for _ in range(500):
+                if process.poll() is not None:
+                    raise SystemExit((self.work / "log").read_text()[-500:])
+                if subprocess.run(self.ctr("version"), capture_output=True).returncode == 0:
+                    break
+                time.sleep(0.02)
+            else:
+                raise SystemExit("containerd does not answer")
+            self._stack = stack.pop_all()
+        return self
 
     def __exit__(self, *exc: object) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self._log.close()
-        for mount in mountinfo.below(os.path.realpath(self.work), mountinfo.read()):
-            umount(mount.target, MNT_DETACH)
+        self._stack.close()
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        process.wait()
+        for place in (os.path.realpath(self.work), os.path.dirname(self._socket)):
+            for mount in mountinfo.below(place, mountinfo.read()):
+                umount(mount.target, MNT_DETACH)
 
     def ctr(self, *arguments: str) -> list[str]:
         """A command line."""
-        return [_program("ctr"), "--address", f"{self.work}/containerd.sock", *arguments]
+        return [_program("ctr"), "--address", self._socket, *arguments]
 
     def pull(self, reference: str) -> list[str]:
         """The command line that fetches ``reference`` and unpacks it."""
@@ -122,7 +137,7 @@ class Containerd:
         return top
 
     def snapshots(self) -> Snapshots:
-        return Snapshots(f"unix:{self.work}/containerd.sock")
+        return Snapshots(f"unix:{self._socket}")
 
 
 class Snapshots:

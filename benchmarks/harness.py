@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -96,12 +97,17 @@ def journaled(directory: Path, size: int = 16 << 30) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        timed(["umount", str(directory)])
+        for _ in range(100):  # the last files of processes that have ended are closed a moment later
+            if subprocess.run(["umount", str(directory)], capture_output=True).returncode == 0:
+                break
+            time.sleep(0.1)
         directory.rmdir()
         image.unlink()
 
 
 def need_root() -> None:
+    """For what mounts: be root, and clean up at SIGTERM as at Ctrl-C."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if os.geteuid() != 0:
         raise SystemExit("this needs root: it mounts, and drops the page cache")
 

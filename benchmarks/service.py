@@ -59,7 +59,9 @@ def running(root: Path, *options: str) -> Iterator[Service]:
             time.sleep(0.01)
         yield service
     finally:
+        pids: list[int] = []
         with contextlib.suppress(ImgtoolError):
+            pids = service.pids()
             service.client.remove_all()
             service.client.stop(force=True)
         service.client.close()
@@ -68,6 +70,9 @@ def running(root: Path, *options: str) -> Iterator[Service]:
         except subprocess.TimeoutExpired:
             process.terminate()
             process.wait()
+        until = time.monotonic() + _PATIENCE
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
+            time.sleep(0.01)  # the worker outlives the holder by a moment
         left = list(mountinfo.below(os.path.realpath(root), mountinfo.read()))
         assert not left, f"still mounted: {left[:3]}"
 

@@ -122,7 +122,7 @@ class Server:
             self.process = subprocess.Popen(arguments, pass_fds=[other.fileno()], cwd=CHECKOUT, stderr=errors)
 
     def started(self) -> Server:
-        assert self.hear() == {"mounted": True}, self.said()
+        assert self.hear()["mounted"] is True, self.said()
         return self
 
     def said(self) -> str:
