@@ -145,13 +145,17 @@ class Origins:
         idle = [each for each in self._open.values() if not each.users]
         return [self._drop(each) for each in idle[: max(0, len(self._open) - OPEN_BLOBS)]]
 
-    def release(self, opened: OpenBlob, *, discard: bool = False) -> None:
-        """Give back; ``discard``: the next one to ask opens it anew, since what was read of this one was wrong."""
+    def spoil(self, opened: OpenBlob) -> None:
+        """The next one to ask opens it anew: what was read of this one was wrong, or didn't come."""
+        with self._changed:
+            if opened.kept:
+                self._drop(opened)
+
+    def release(self, opened: OpenBlob) -> None:
+        """Give back what :meth:`acquire` gave."""
         with self._changed:
             opened.users -= 1
             opened.used = self._clock.now()
-            if discard and opened.kept:
-                self._drop(opened)
             dropped = [] if opened.users or opened.kept else [opened]
         close(dropped)
 

@@ -10,10 +10,9 @@ from layerstore.cache.format import Origin
 from layerstore.cache.framemap import READY
 from layerstore.cache.packs import CachedPack
 from layerstore.errors import CorruptError, ImgtoolError, NoSpaceError, NotFoundError, UnavailableError
-from layerstore.pack.reader import FrameIndex
 from layerstore.store.failures import disk_errors
 from prefetch.backlog import Frame, Read, Verify
-from prefetch.origins import Origins
+from prefetch.origins import OpenBlob, Origins
 from prefetch.turns import Turns
 
 ROOM_TRIES = 3
@@ -90,35 +89,36 @@ class Reader:
         except ImgtoolError as error:
             self._refused(read, origin, error)
             return
-        sound = False
         try:
             start, length = opened.index.blob_range(read.numbers)
             try:
                 with disk_errors(f"read blob {origin.pack.blob}"):
                     data = opened.blob.read_at(start, length)
             except ImgtoolError as error:
+                self._origins.spoil(opened)
                 self._refused(read, origin, error)
                 return
             if not self._outcome.arrived(read, len(data)):
+                self._origins.spoil(opened)
                 return
             try:
                 with read.pack.busy():
-                    sound = self._put(read, opened.index, start, length, data)
+                    self._put(read, opened, start, length, data)
             except UnavailableError as error:
                 self._outcome.lost(read, read.frames, error)  # evicted, when nobody waited for it any more
         finally:
-            self._origins.release(opened, discard=not sound)
+            self._origins.release(opened)
 
     def _refused(self, read: Read, origin: Origin, error: ImgtoolError) -> None:
         if isinstance(error, UnavailableError):
             self._origins.avoid(origin.location)
         self._outcome.refused(read, read.frames, error)
 
-    def _put(self, read: Read, index: FrameIndex, start: int, length: int, data: bytes) -> bool:
-        """Verify and write what came; returns whether all of it was right. What a reader waits for comes first."""
-        pack, view = read.pack, memoryview(data)
+    def _put(self, read: Read, opened: OpenBlob, start: int, length: int, data: bytes) -> None:
+        """Verify and write what came. What a reader waits for comes first."""
+        pack, index, view = read.pack, opened.index, memoryview(data)
         frames = sorted(read.frames, key=_priority)
-        sound, written = True, []
+        written = []
         for done, frame in enumerate(frames):
             number = frame.number
             at, size = index.blob_range(range(number, number + 1))
@@ -133,7 +133,7 @@ class Reader:
                         raise CorruptError(f"{what}: the store answered with {len(data)} bytes, not {length}")
                     raw = index.decode(number, part)
             except ImgtoolError as error:
-                sound = False
+                self._origins.spoil(opened)  # before somebody else tries the frame again
                 self._outcome.refused(read, [frame], error)
                 continue
             try:
@@ -148,7 +148,6 @@ class Reader:
             self._outcome.there(read, number, len(raw), size)
         if written:
             self._outcome.brought(read, sorted(written), len(data))
-        return sound
 
     def _write(self, pack: CachedPack, number: int, raw: bytes, left: Sequence[int]) -> None:
         """Write a frame; if the disk is full, make room for all that are ``left`` of the read."""
