@@ -49,6 +49,10 @@ _DIRECTORIES = ("blobs", "blobs/sha256", "refs", "leases", "quarantine", "tmp")
 _FILES = ("lock", "refs.lock", "clock")
 _OWN_NAMES = frozenset({MARKER, *_FILES, *_DIRECTORIES})
 _FOREIGN_ALLOWED = "lost+found"
+_RESOLVED = 1024
+"""References that are remembered for as long as their files are the same."""
+
+_Identity = tuple[int, int, int, int]
 """A fresh file system has it, and such a one may become a store."""
 
 
@@ -77,6 +81,7 @@ class DirectoryStore:
         """
         self.root = os.path.abspath(path)
         self.location = printable(self.root)
+        self._resolved: dict[str, tuple[_Identity, Descriptor]] = {}
         if not _is_store(self.root):
             raise NotFoundError(
                 f"{self.location} is not a store, it has no {MARKER}: check the path and whether it is "
@@ -138,6 +143,10 @@ class DirectoryStore:
         path = self._path("refs", encode_name(name))
         with disk_errors("read reference"):
             try:
+                identity = _identity(path)
+                known = self._resolved.get(name)
+                if known is not None and known[0] == identity:  # references are replaced, never written over
+                    return known[1]
                 data = read_file(path, REFERENCE_BYTES)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise self._missing(f"reference {name!r}") from error
@@ -150,6 +159,9 @@ class DirectoryStore:
             raise CorruptError(f"{error}: remove {printable(path)} and publish again") from error
         if document.name != name:
             raise CorruptError(f"{what} says that it is {printable(document.name)!r}: remove {printable(path)}")
+        if len(self._resolved) >= _RESOLVED:
+            self._resolved.clear()
+        self._resolved[name] = identity, document.target
         return document.target
 
     def references(self) -> Iterator[Reference]:
@@ -358,6 +370,12 @@ def _make_store(root: str) -> None:
         for name in _FILES:
             make_file(os.path.join(root, name))
         write_file(os.path.join(root, MARKER), StoreMarker().to_bytes())
+
+
+def _identity(path: str) -> _Identity:
+    """Of a file that is replaced when it changes, and, by its times, of one that isn't."""
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _refuse_foreign(root: str) -> None:

@@ -101,7 +101,9 @@ class SandboxRequest:
         Raises:
             UsageError: an unknown field, one of a wrong type or out of its range.
         """
-        return cls(**cls._checked(Fields(document, "sandbox request", _FIELDS)))  # type: ignore[arg-type]
+        Fields(document, "sandbox request", _FIELDS)  # an object with these fields; what is in them is checked once
+        assert isinstance(document, dict)
+        return cls(**{"base": None, "store": None, **document})
 
     def _fields(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in _FIELDS}
