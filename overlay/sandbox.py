@@ -551,6 +551,8 @@ class Sandboxes:
                 ) from None
             with self._locked(directory) as fd:
                 if fd is not None:
+                    if os.listdir(fd):  # that of somebody who has made it anew since ours was removed
+                        raise ConflictError(f"sandbox {name} exists; remove it or choose another id")
                     yield fd
                     return
             # recovery took the new directory for a leftover in the moment before it was locked

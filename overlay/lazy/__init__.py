@@ -22,7 +22,11 @@ Modules, by process:
 
 =============  ======================================================================================
 `link`         messages between processes, with descriptors
-`holder`       the holder; what the others do when it ends; how another one takes over from it
+`rendezvous`   where processes meet: the holder's socket, and the locks of holders and keepers
+`holdings`     the descriptors that outlive processes; how another holder takes them over
+`member`       a process as its holder sees it: its end, messages that never wait
+`asks`         what the worker has asked of front ends, in order
+`holder`       the holder; what the others do when it ends
 `fanotify`     events of the kernel: constants, structures, answers
 `journal`      unanswered events, in memory that outlives a keeper
 `keeper`       the keeper's loop: `readers` that wait, `descriptors` and their numbers, `spinning` (its poll)
@@ -44,18 +48,29 @@ keeper, FUSE server → worker::
 worker → keeper, FUSE server, once for each::
 
     {"got": 17}   or   {"failed": 17, "why": "one line"}
-holder → keeper, FUSE server::
+any → holder, first of all; keeper and worker have a lock each before they say so::
+
+    {"hello": role, "pid": 4711}
+FUSE server → holder::
+
+    {"mounted": true, "directory": path}     it serves; again to each successor of a holder, followed by
+    {"has": hex} + [data, frame map]         for each pack that it guards
+holder → keeper, FUSE server, one thing at a time for each pack::
 
     {"guard": hex} + [data, frame map]   answered {"guarded": hex} or {"unguarded": hex, "why": "…"}
     {"release": hex}                     answered {"released": hex}
     {"peer": "worker"} + [link]          a new link to the worker; the one before is dead
-worker → holder::
+    {"end": true}                        to the FUSE server: unmount, and end
+worker → holder, again to each successor until it is answered; each answered {"done": 5} or {"failed": 5, "why": "…"}::
 
     {"hold": 5, "pack": hex, "with": "keeper" or "fuse"} + [data, frame map]
-    {"drop": 6, "pack": hex, "with": …}      each answered {"done": 5} or {"failed": 5, "why": "…"}
-    {"start": 7, "service": "fuse", "directory": path}
-    {"stopped": true}                        mounts are gone: end everything
+    {"drop": 6, "pack": hex, "with": …}
+    {"start": 7, "service": "fuse", "directory": path}   done with the "directory" that is served, perhaps another
+    {"status": 8}                            done with "pids" and "restarts", by process
+    {"stopped": 9}                           mounts are gone: end everything
 holder → worker::
 
     {"peer": "keeper" or "fuse"} + [link]    a new front end, or one that was restarted
+    {"lost": "fuse"}                         its server has ended, or seems to have; perhaps more than once
+    {"stop": true}                           the holder was told to end; again to each successor of a worker
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
@@ -141,17 +142,17 @@ class Custody:
 
     def _listen(self) -> None:
         while not self._closed:
-            try:
-                link = connect(self._directory, WORKER, patience=_ORPHANED)
-                if link is not None:
-                    self._converse(link)
-                    time.sleep(_PAUSE)
-                elif not self._closed:
-                    self._log("no holder and no keeper", level="error")
-                    self._orphaned()
-            except Exception as error:
-                self._log("unexpected", level="error", error=f"{type(error).__name__}: {error}")
-                time.sleep(_ORPHANED)
+            self._attempt(self._meet)
+            time.sleep(_PAUSE)
+
+    def _meet(self) -> None:
+        """Find the holder, and talk to it until it ends."""
+        link = connect(self._directory, WORKER, patience=_ORPHANED)
+        if link is not None:
+            self._converse(link)
+        elif not self._closed:
+            self._log("no holder and no keeper", level="error")
+            self._orphaned()
 
     def _converse(self, link: Link) -> None:
         """Until the holder ends."""
@@ -182,27 +183,25 @@ class Custody:
                 link.close()
 
     def _heed(self, message: Message, fds: list[int]) -> None:
-        links = [Link.adopt(fd) for fd in fds]
-        if "peer" in message and len(links) == 1:
-            self._on_peer(str(message["peer"]), links[0])
-            return
-        for link in links:
-            link.close()
-        if "lost" in message:
+        if "peer" in message and len(fds) == 1:
+            self._attempt(self._on_peer, str(message["peer"]), Link.adopt(fds.pop()))
+        elif "lost" in message:
             self._aside(self._on_lost, str(message["lost"]))
         elif "stop" in message:
             self._aside(self._on_stop)
         else:
             self._answered(message)
+        for fd in fds:
+            os.close(fd)
 
     def _aside(self, call: Callable[..., None], *arguments: str) -> None:
-        def called() -> None:
-            try:
-                call(*arguments)
-            except Exception as error:
-                self._log("unexpected", level="error", error=f"{type(error).__name__}: {error}")
+        threading.Thread(target=self._attempt, args=(call, *arguments), name="custody-aside", daemon=True).start()
 
-        threading.Thread(target=called, name="custody-aside", daemon=True).start()
+    def _attempt(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            self._log("unexpected", level="error", error=f"{type(error).__name__}: {error}")
 
     def _answered(self, message: Message) -> None:
         number: Any = message.get("done", message.get("failed"))

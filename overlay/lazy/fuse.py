@@ -403,4 +403,15 @@ class _Server:
             return False
         self._holder.close()
         self._holder = link
-        return not self._told or self._say({"mounted": True, "directory": self._directory})
+        if not self._told:
+            return True
+        return self._say({"mounted": True, "directory": self._directory}) and self._say_what_is_guarded()
+
+    def _say_what_is_guarded(self) -> bool:
+        """A successor that was a keeper, or a worker, doesn't know: it has to hold what we read from."""
+        for hex, data, frames in self._files.guarded():
+            try:
+                self._holder.send({"has": hex}, [data, frames])
+            except OSError:
+                return self._meet_successor()
+        return True

@@ -14,7 +14,6 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
-from socket import socket as Socket
 from typing import Protocol
 
 from layerstore.errors import ConflictError, ImgtoolError, UnavailableError
@@ -22,13 +21,15 @@ from overlay.lazy.asks import Ask, Asks, Key
 from overlay.lazy.holdings import LOCK, Holdings, close_others
 from overlay.lazy.link import Link, Message
 from overlay.lazy.member import Member
-from overlay.lazy.rendezvous import FUSE, HOLDER, KEEPER, LOCK_OF, SOCKET, SOON, WORKER, alone, connect, listen
+from overlay.lazy.rendezvous import FUSE, HOLDER, KEEPER, LOCK_OF, SOCKET, SOON, WORKER, Entrance, alone, connect
 
 Log = Callable[..., None]
 
 _RESTARTS = "restarts.json"
 _BACKOFF = (0.0, 0.1, 0.5, 2.0, 5.0)
 """Seconds before a process that keeps ending is started again, by how often it has."""
+_AGAIN = 0.5
+"""Seconds until a process is started that could not be started."""
 _UNFIT = 3
 """Exit code of a process that an error of ours kept from its work: it would do so again."""
 _STEADY = 3.0
@@ -101,20 +102,20 @@ class Holder:
         """Of the server that serves."""
         self._ending = False
         self._stop_asked = False
-        self._alone, self._control = self._begin()
+        self._alone, self._entrance = self._begin()
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def _begin(self) -> tuple[int, Socket]:
+    def _begin(self) -> tuple[int, Entrance]:
         """The lock of holders, and the socket."""
         predecessor = self._holdings.predecessor
         if predecessor is None:
-            return alone(self._directory, HOLDER, patience=SOON / 2), listen(self._directory)
+            return alone(self._directory, HOLDER, patience=SOON / 2), Entrance(self._directory)
         self._holdings.predecessor = None
-        control = listen(self._directory)  # before it goes: at no time does anybody find that nobody listens
+        entrance = Entrance(self._directory)  # before it goes: at no time does anybody find that nobody listens
         try:
             with predecessor:
                 predecessor.send({"taken": True})
-            return alone(self._directory, HOLDER, patience=SOON), control
+            return alone(self._directory, HOLDER, patience=SOON), entrance
         except OSError as error:
             raise ConflictError("the running holder has waited no longer") from error
 
@@ -127,16 +128,13 @@ class Holder:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
-        self._register_control()
+        self._register_entrance()
         self._selector.register(self._wake, selectors.EVENT_READ, lambda mask: self._signals())
-        now = time.monotonic()
-        self._due = {WORKER: now}
-        if self._holdings.group is not None:
-            self._due[KEEPER] = now
+        self._start_later(SOON if found else 0.0)
         if found:
             self._worked = True
             self._count_restart(HOLDER)
-            self._due = {role: now + SOON for role in (*self._due, FUSE)}
+            self._due[FUSE] = time.monotonic() + SOON
         self._attempt(self._keep_all)
         while not self._ending:
             for key, mask in self._selector.select(self._patience()):
@@ -152,8 +150,15 @@ class Holder:
         except Exception as error:
             self._log("unexpected", level="error", error=f"{type(error).__name__}: {error}")
             time.sleep(0.1)  # should it come back at once
+            self._start_later(_AGAIN)
 
     # --- processes
+
+    def _start_later(self, seconds: float) -> None:
+        """Those that have to run, and neither do nor are about to."""
+        for role in (WORKER, KEEPER) if self._holdings.group is not None else (WORKER,):
+            if role not in self._members:
+                self._due.setdefault(role, time.monotonic() + seconds)
 
     def _patience(self) -> float | None:
         if not self._due:
@@ -166,14 +171,15 @@ class Holder:
             del self._due[role]
             if role in self._members:
                 continue
-            if role == FUSE:
-                if _has_mount_points(f"{self._directory}/packs"):
-                    self._lose_fuse("the FUSE server ended")
-            else:
+            if role != FUSE:
                 self._start(role)
+            elif self._asks.of(FUSE) or self._waiting_for_fuse or _has_mount_points(f"{self._directory}/packs"):
+                self._lose_fuse("the FUSE server ended")
 
     def _start(self, role: str, directory: str = "") -> None:
         """Start a process; ``directory`` is where a FUSE server is to serve."""
+        if not self._entrance.is_found():  # whoever wanted to take over has died of it
+            self._listen_again()
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or too many processes
@@ -195,7 +201,7 @@ class Holder:
         if role == FUSE:
             self._lose_fuse(f"a FUSE server can't be started: {error.strerror}")
         else:
-            self._due[role] = time.monotonic() + _BACKOFF[2]
+            self._start_later(_AGAIN)
 
     def _become(self, role: str, directory: str) -> None:
         """The child: let go of what is the holder's alone, and play the role. Doesn't return."""
@@ -219,7 +225,7 @@ class Holder:
 
     def _let_go(self) -> None:
         self._selector.close()
-        self._control.close()
+        self._entrance.close()
         for link in self._strangers:
             link.close()
         for fd in (self._alone, self._wake, self._wake_write):
@@ -250,13 +256,12 @@ class Holder:
                 self._log("a worker can't be started, and nobody waits for one", level="error")
                 self._ending = True
                 return
-        now = time.monotonic()
-        failures = 1 if now - member.started > _STEADY else self._failures.get(role, 0) + 1
+        failures = 1 if time.monotonic() - member.started > _STEADY else self._failures.get(role, 0) + 1
         self._failures[role] = failures
         pause = _BACKOFF[min(failures, len(_BACKOFF)) - 1]
         self._log("ended", level="warning", role=role, pid=member.pid, again_in=pause)
         self._count_restart(role)
-        self._due[role] = now + pause
+        self._start_later(pause)
         self._start_due()
 
     def _lose_fuse(self, why: str) -> None:
@@ -291,18 +296,21 @@ class Holder:
 
     # --- messages
 
-    def _register_control(self) -> None:
-        self._selector.register(self._control, selectors.EVENT_READ, lambda mask: self._accept())
+    def _register_entrance(self) -> None:
+        self._selector.register(self._entrance, selectors.EVENT_READ, lambda mask: self._accept())
+
+    def _listen_again(self) -> None:
+        entrance = Entrance(self._directory)
+        self._selector.unregister(self._entrance)
+        self._entrance.close()
+        self._entrance = entrance
+        self._register_entrance()
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._control.accept()
-        except BlockingIOError:
-            return
-        link = Link(connection)
-        link.setblocking(False)
-        self._strangers.add(link)
-        self._selector.register(link, selectors.EVENT_READ, lambda mask: self._greet(link))
+        link = self._entrance.accept()
+        if link is not None:
+            self._strangers.add(link)
+            self._selector.register(link, selectors.EVENT_READ, lambda mask: self._greet(link))
 
     def _greet(self, link: Link) -> None:
         """Hear who it is that has connected."""
@@ -325,10 +333,10 @@ class Holder:
 
     def _welcome(self, role: str, pid: int, link: Link) -> None:
         """Whoever says hello is it: one keeper at a time gets that far, and one worker, by locks of theirs."""
-        member = self._members.get(role)
+        member = before = self._members.get(role)
         if member is None or member.pid != pid:
-            if member is not None and role == FUSE:
-                self._log("refused", level="warning", role=role, pid=pid, why=f"{member.pid} is it")
+            if before is not None and role == FUSE:
+                self._log("refused", level="warning", role=role, pid=pid, why=f"{before.pid} is it")
                 with link:
                     link.send({"end": True})
                 return
@@ -338,6 +346,8 @@ class Holder:
                 link.close()
                 return
             self._log("found", role=role, pid=pid)
+            if before is not None:
+                before.kill()  # without the lock of its role it would have ended by itself, unless it hangs
             if role == WORKER and self._keeping is not None:  # it has said so to the one before us
                 self._keeping.tell(READY="1")
         self._due.pop(role, None)
@@ -502,11 +512,8 @@ class Holder:
                     os._exit(0)
         except (OSError, ImgtoolError) as error:
             self._log("handing over failed", level="error", error=str(error))
-        # It may have taken the socket's name before it died.
-        self._selector.unregister(self._control)
-        self._control.close()
-        self._control = listen(self._directory)
-        self._register_control()
+        if not self._entrance.is_found():  # it has taken the name before it died
+            self._listen_again()
 
     def _end(self) -> None:
         """The mounts are gone: nobody has to answer anybody any more."""
@@ -543,6 +550,14 @@ def _has_mount_points(directory: str) -> bool:
         return False
 
 
+def _goes_on(run_directory: str, lock: int) -> bool:
+    """Whether no holder has ended everything, perhaps one that hadn't heard of us yet."""
+    try:
+        return os.path.samestat(os.fstat(lock), os.stat(f"{run_directory}/{LOCK}"))
+    except FileNotFoundError:
+        return False
+
+
 def play(role: str, run_directory: str, holdings: Holdings, roles: Roles, log: Log, directory: str = "") -> None:
     """Be keeper, worker or FUSE server, until that is over.
 
@@ -556,7 +571,7 @@ def play(role: str, run_directory: str, holdings: Holdings, roles: Roles, log: L
     if role == KEEPER:
         alone(run_directory, KEEPER)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # holders that it starts end when they like
-    while True:
+    while _goes_on(run_directory, holdings.lock):
         link = connect(run_directory, role, patience=_MOMENT)
         if link is None:
             if role == FUSE:

@@ -96,6 +96,12 @@ class PackFiles:
         if not pack.guarded and not pack.handles and self._packs.get(pack.hex) is pack:
             del self._packs[pack.hex]
 
+    def guarded(self) -> list[tuple[str, int, int]]:
+        """Those that can be opened: hex, and the descriptors of data and frame map, which stay ours."""
+        with self._lock:
+            packs = [(pack.hex, pack.source) for pack in self._packs.values() if pack.guarded]
+        return [(hex, source.data, source.frames.fd) for hex, source in packs]
+
     def names(self) -> list[str]:
         with self._lock:
             return [hex for hex, pack in self._packs.items() if pack.guarded]

@@ -37,21 +37,45 @@ def connect(run_directory: str, role: str, *, patience: float = SOON) -> Link | 
         time.sleep(0.02)
 
 
-def listen(run_directory: str) -> socket.socket:
-    """Listen in place of whoever did before: from now on everybody comes here."""
-    path = f"{run_directory}/{SOCKET}"
-    new = f"{path}.{os.getpid()}"
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listening.bind(new)
-        os.chmod(new, 0o600)
-        listening.listen(16)
-        listening.setblocking(False)
-        os.rename(new, path)
-    except BaseException:
-        listening.close()
-        raise
-    return listening
+class Entrance:
+    """Where a holder listens, in place of whoever did before: from now on everybody comes here."""
+
+    def __init__(self, run_directory: str) -> None:
+        self._path = f"{run_directory}/{SOCKET}"
+        new = f"{self._path}.{os.getpid()}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.bind(new)
+            os.chmod(new, 0o600)
+            self._socket.listen(16)
+            self._socket.setblocking(False)
+            self._file = os.stat(new)
+            os.rename(new, self._path)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def accept(self) -> Link | None:
+        """Who has come; None if he has gone again."""
+        try:
+            connection, _ = self._socket.accept()
+        except BlockingIOError:
+            return None
+        connection.setblocking(False)
+        return Link(connection)
+
+    def is_found(self) -> bool:
+        """Whether nobody else has taken the name since."""
+        try:
+            return os.path.samestat(os.stat(self._path), self._file)
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def alone(run_directory: str, role: str, *, patience: float = 0.0) -> int:

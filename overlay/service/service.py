@@ -95,10 +95,12 @@ class Service:
 
     def restore(self, held: Sequence[str]) -> None:
         """Find sandboxes again, and take up their times to live."""
-        for left in self._node.recover():
-            if left.kind == "sandbox":
-                continue  # it is about to be mounted again
-            self._log("left by a crash", level="warning", kind=left.kind, path=left.path, action=left.action)
+        try:
+            for left in self._node.recover():
+                if not left.action.startswith("kept: not mounted"):  # such a sandbox is about to be mounted again
+                    self._log("left by a crash", level="warning", kind=left.kind, path=left.path, action=left.action)
+        except ImgtoolError as error:  # what can't be cleared is no reason not to serve the rest
+            self._log("not cleared", level="error", error=str(error))
         by_variant = {guards.backend.variant: guards for guards in self._guards.values()}
         self._troubles, suspect = self._node.restore(by_variant, frozenset(held))
         self._node.cache.release(HELD)
@@ -409,8 +411,8 @@ class Service:
 
     # --- the end
 
-    def stop(self, force: bool) -> dict[str, Any]:
-        """Unmount what needs answers, then end. What is whole stays mounted.
+    def stop(self, force: bool, *, idle: bool = False) -> dict[str, Any]:
+        """Unmount what needs answers, then end. What is whole stays mounted. ``idle``: only if there is no sandbox.
 
         Raises:
             ConflictError: processes use a sandbox that isn't whole, unless ``force``, which kills them.
@@ -421,6 +423,8 @@ class Service:
             self._stopping = True
         try:
             self._wait_for_requests()
+            if idle and self._node.sandboxes.list():
+                raise ConflictError("a sandbox has been made just now")
             killed = self._unmount(force)
             killed += self._wait_for_mounts(force)
         except BaseException:
@@ -497,11 +501,7 @@ class Service:
         for name, guards in self._guards.items():
             for hex in guards.sweep():
                 self._log("pack needs no guard any more", level="debug", pack=hex, backend=name)
-        now = time.time()
-        for id in [id for id, at in list(self._expiry.items()) if at <= now]:
-            self._log("time to live is over", sandbox=id)
-            with self._working():
-                self._end(id, Reason.TTL)
+        self._end_expired()
         freed = self._node.cache.trim()
         if freed:
             self._log("evicted", freed=freed, why="over the limit")
@@ -509,7 +509,29 @@ class Service:
         is_idle = idle is not None and not self._under_way and time.monotonic() - self._last_request > idle
         if is_idle and not self._node.sandboxes.list():
             self._log("idle", seconds=idle)
-            self.stop(force=False)
+            self.stop(force=False, idle=True)
+
+    def _end_expired(self) -> None:
+        now = time.time()
+        for id in [id for id, at in list(self._expiry.items()) if at <= now]:
+            try:
+                with self._working():
+                    if self._is_expired(id, now):
+                        self._log("time to live is over", sandbox=id)
+                        self._end(id, Reason.TTL)
+                    else:
+                        self._expiry.pop(id, None)
+            except ImgtoolError as error:  # the others' time is over nonetheless
+                self._log("sandbox not ended", level="error", sandbox=id, error=str(error))
+
+    def _is_expired(self, id: str, now: float) -> bool:
+        """Whether it is still the sandbox whose time was noted: names are used again."""
+        try:
+            sandbox = self._node.sandboxes.get(id)
+        except NotFoundError:
+            return False
+        receipt = _receipt_of(sandbox)
+        return receipt is not None and receipt.ttl is not None and sandbox.state.created + receipt.ttl <= now
 
     def _working(self) -> _Working:
         return _Working(self)

@@ -13,7 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from layerstore.errors import ConflictError, printable
@@ -96,12 +96,16 @@ class Roles:
             "own": own,
             "packs": [[hex, *pair, sorted(holdings.fronts[hex])] for hex, pair in holdings.packs.items()],
         }
-        subprocess.Popen(
-            [sys.executable, "-m", "overlay.service.start", json.dumps(document)],
-            pass_fds=[fd for fd in [*own, *(fd for pair in holdings.packs.values() for fd in pair)] if fd is not None],
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-        )
+        packs = [fd for pair in holdings.packs.values() for fd in pair]
+        with open(os.memfd_create("imgtool-holdings"), "w+", encoding="ascii") as stream:  # too long for an argument
+            json.dump(document, stream)
+            stream.flush()
+            subprocess.Popen(
+                [sys.executable, "-m", "overlay.service.start", str(stream.fileno())],
+                pass_fds=[fd for fd in [*own, *packs, stream.fileno()] if fd is not None],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            )
 
 
 def run(root: str, options: NodeOptions) -> None:
@@ -136,7 +140,9 @@ def _taken(root: str, directory: str, options: NodeOptions) -> tuple[Holdings, b
             )
         # The service manager starts us since its main process has died. A successor has kept readers safe meanwhile.
         log("taking over from a holder that nobody watches")
-        return take_over(directory), True
+        holdings = take_over(directory)
+        _forget(options, {"group", *holdings.packs})
+        return holdings, True
     holdings = Holdings(lock, listen(directory).detach())
     stored: dict[str, list[int]] = {}
     for name, fd in options.listen_fds:
@@ -150,6 +156,15 @@ def _taken(root: str, directory: str, options: NodeOptions) -> tuple[Holdings, b
     else:
         holdings.group, holdings.journal = _new_group(root)
     return holdings, False
+
+
+def _forget(options: NodeOptions, held: Collection[str]) -> None:
+    """Have the service manager let go of what was dropped while nobody could tell it so: it would keep the space."""
+    manager = ServiceManager(options.notify_socket) if options.notify_socket else None
+    for name, fd in options.listen_fds:
+        os.close(fd)  # those that are held have been handed over
+        if manager is not None and name not in held:
+            manager.remove(name)
 
 
 def _locked(path: str) -> int | None:
@@ -201,7 +216,9 @@ def raise_descriptor_limit() -> None:
 
 def _continue(arguments: Sequence[str]) -> None:
     """Be a holder that a worker started from what it held."""
-    document = json.loads(arguments[0])
+    with open(int(arguments[0]), encoding="ascii") as stream:
+        stream.seek(0)
+        document = json.load(stream)
     holdings = Holdings(*document["own"])
     for hex, data, frames, fronts in document["packs"]:
         holdings.packs[hex] = (data, frames)

@@ -65,6 +65,10 @@ class Worker:
             observer=_Observer(self.metrics),
             warn=lambda text: log("damage", level="warning", what=text),
         )
+        for fds in holdings.packs.values():  # the cache has copies: those that were inherited would keep evicted packs
+            for fd in fds:
+                os.close(fd)
+        self._restored = threading.Event()
         self._demand = Demand(self._node.fetcher, self._node.cache.known, self._observe)
         self._custody = Custody(
             run_directory,
@@ -92,12 +96,16 @@ class Worker:
     def run(self) -> None:
         """Answer readers at once, then find sandboxes, then listen."""
         self._service.restore(sorted(self._held))
+        self._restored.set()
         log("ready", unclean=self._node.cache.unclean, held=len(self._held))
         if self._manager is not None:
             self._manager.tell(READY="1", STATUS="answers readers and requests")
         self._server.serve()
         self._service.close()
-        self._node.close()
+        try:
+            self._node.close()
+        except ImgtoolError as error:  # what isn't durable is verified when it is read next
+            log("cache not closed in order", level="error", error=str(error))
         self._custody.stopped()
 
     def _make_guards(self, run_directory: str) -> dict[str, Guards]:
@@ -147,6 +155,7 @@ class Worker:
         return {name: value for name, value in self._demand.stats(KEEPER).items() if name != "stats"}
 
     def _lost(self, front: str) -> None:
+        self._restored.wait()
         log("lost", level="error", front=front)
         self._demand.detach(front)
         self._service.lost(front)
@@ -155,6 +164,7 @@ class Worker:
         threading.Thread(target=self._stop, name="asked-to-stop", daemon=True).start()
 
     def _stop(self) -> None:
+        self._restored.wait()  # else what is mounted again after this would have nobody who answers
         try:
             self._service.stop(force=True)
         except ImgtoolError as error:
