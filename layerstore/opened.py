@@ -22,7 +22,10 @@ from layerstore.store.protocol import Blob, Store
 from layerstore.tree.inode import Directory
 from layerstore.tree.union import merge_overlay
 
-_STEP = 1 << 20
+_READ = 8 << 20
+"""Bytes of a compressed metadata image that are read at once: most are smaller, and a request costs a turn."""
+_STEP = 64 << 10
+"""Bytes of it that are decompressed at once: it may stand for any amount of output, up to 1:30,000."""
 
 
 class FileSource:
@@ -89,9 +92,8 @@ def decompress_metadata(store: Store, layer: Layer, write: Callable[[bytes], obj
             raise CorruptError(f"blob {layer.blob}", expected=f"{layer.blob_size} bytes", actual=f"{blob.size}")
         decoder = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
         try:
-            for offset in range(0, blob.size, _STEP):
-                # One step of input may stand for any amount of output: bounded by what the manifest claims.
-                raw = decoder.decompress(blob.read_at(offset, min(_STEP, blob.size - offset)))
+            for piece in _pieces(blob):
+                raw = decoder.decompress(piece)
                 size += len(raw)
                 if size > layer.metadata_size:
                     break
@@ -102,6 +104,13 @@ def decompress_metadata(store: Store, layer: Layer, write: Callable[[bytes], obj
     if size != layer.metadata_size:
         raise CorruptError(what, expected=f"{layer.metadata_size} bytes", actual=f"{size}")
     layer.metadata.check(hasher, what)
+
+
+def _pieces(blob: Blob) -> Iterator[memoryview]:
+    for offset in range(0, blob.size, _READ):
+        data = memoryview(blob.read_at(offset, min(_READ, blob.size - offset)))
+        for start in range(0, len(data), _STEP):
+            yield data[start : start + _STEP]
 
 
 class OpenLayer:
