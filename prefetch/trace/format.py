@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from layerstore.digest import Digest
-from layerstore.errors import ImgtoolError, LimitError, MalformedError, UnsupportedError, about
+from layerstore.errors import ImgtoolError, LimitError, MalformedError, UnsupportedError, about, printable
 from layerstore.oci.document import dump, parse
 from layerstore.pack.format import BLOCK_SIZE
 
@@ -142,7 +142,7 @@ class TraceHeader:
         if document.get("magic") != MAGIC:
             raise MalformedError(f"{what} is not a trace: its first line lacks the magic")
         version, incompatible = document.get("version"), document.get("incompatible")
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             raise UnsupportedError(f"{what} has version {version!r}, this release reads {VERSION}")
         if not isinstance(incompatible, list) or set(map(str, incompatible)) - FEATURES:
             raise UnsupportedError(f"{what} needs features that this release lacks: {incompatible!r}")
@@ -225,17 +225,19 @@ def parse_trace(data: bytes, what: str) -> Trace:
     """
     if len(data) > TRACE_BYTES:
         raise LimitError(f"{what} has {len(data)} bytes, more than the limit of {TRACE_BYTES}")
-    first, _, rest = data.partition(b"\n")
-    header = TraceHeader.parse(first, what)
+    start = data.find(b"\n") + 1 or len(data)
+    header = TraceHeader.parse(data[:start], what)
     accesses: list[Access] = []
     waits: list[Wait] = []
     ended: int | None = None
     unknown: dict[str, int] = {}
-    lines = rest.split(b"\n")
-    last = lines.pop()
-    if last:
-        unknown["cut lines"] = 1
-    for number, line in enumerate(lines, 2):
+    number = 1
+    while start < len(data):
+        end = data.find(b"\n", start)
+        if end < 0:
+            unknown["cut lines"] = 1
+            break
+        line, start, number = data[start:end], end + 1, number + 1
         here = f"{what}, line {number}"
         fields = parse(line, here, limit=LINE_BYTES)
         if "at" in fields:
@@ -245,10 +247,10 @@ def parse_trace(data: bytes, what: str) -> Trace:
             else:
                 unknown["unknown packs"] = unknown.get("unknown packs", 0) + 1
         elif "waited_from" in fields:
-            start, end = (_number(fields, name, MAX_TIME, here) for name in ("waited_from", "waited_until"))
-            if end < start:
+            wait = Wait(*(_number(fields, name, MAX_TIME, here) for name in ("waited_from", "waited_until")))
+            if wait.end < wait.start:
                 raise MalformedError(f"{here}: a wait that ends before it begins")
-            waits.append(Wait(start, end))
+            waits.append(wait)
         elif "ended" in fields:
             ended = _number(fields, "ended", MAX_TIME, here)
         else:
@@ -273,7 +275,7 @@ def _access(fields: Mapping[str, object], what: str) -> Access:
         offset,
         length,
         _number(fields, "waited", MAX_TIME, what, 0),
-        _number(fields, "times", MAX_TIME, what, 1),
+        _number(fields, "times", MAX_TIME, what, 1) or 1,
         comm,
         path,
         _number(fields, "file_offset", MAX_TIME, what, 0),
@@ -297,4 +299,21 @@ def _layer(value: object) -> TracedLayer:
 
 
 def _line(fields: Mapping[str, object]) -> bytes:
-    return dump(fields) + b"\n"
+    try:
+        return dump(fields) + b"\n"
+    except UnicodeEncodeError:  # arguments of a command and names of programs are bytes, which need not be UTF-8
+        return dump(_encodable(fields)) + b"\n"
+
+
+def _encodable(value: object) -> object:
+    """The same with those texts as :func:`printable` shows them that aren't UTF-8."""
+    if isinstance(value, Mapping):
+        return {key: _encodable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            return printable(value)
+    return value

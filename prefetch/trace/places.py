@@ -92,9 +92,12 @@ class ImagePlaces:
             return []
         found = []
         end = range.offset + range.length
-        for place in starts.places[max(0, bisect_right(starts.offsets, range.offset) - 1) :]:
+        number = max(0, bisect_right(starts.offsets, range.offset) - 1)
+        while number < len(starts.places):
+            place = starts.places[number]
             if place.range.offset >= end:
                 break
+            number += 1
             first = max(place.range.offset, range.offset)
             last = min(place.range.offset + place.range.length, end)
             if first < last:
@@ -123,7 +126,9 @@ class ImagePlaces:
     def ranges(self, found: Found, offset: int = 0, length: int | None = None) -> list[Place]:
         """Where these bytes of a file lie, in blocks; nothing for holes, and for what is in the metadata image."""
         end = found.file.size if length is None else min(found.file.size, offset + length)
-        parts = []
+        parts: list[Place] = []
+        if offset >= end:
+            return parts  # nothing, though rounded to blocks it would be one
         for place in _places(found.layer, found.path, found.file):
             first = max(place.file_offset, offset - offset % BLOCK_SIZE)
             last = min(place.file_offset + place.range.length, -(-end // BLOCK_SIZE) * BLOCK_SIZE)
