@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from layerstore.attachment import Artifact
 from layerstore.errors import CorruptError, ImgtoolError, NoSpaceError, UnavailableError
-from layerstore.image import Image, Layer, parse_image, read_document
+from layerstore.image import Image, Layer, parse_stored, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.descriptor import Descriptor
 from layerstore.opened import open_layer
@@ -19,12 +20,21 @@ from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import Store
 from layerstore.store.verification import Fault, Finding
 
+ArtifactCheck = Callable[[Store, str, Artifact], None]
+"""Given the store, the name of the reference, and what it stands for; raises what is wrong with it."""
+
 
 class ContentCheck:
-    """Remembers what it has seen, so that what images share is checked once."""
+    """Remembers what it has seen, so that what images share is checked once.
 
-    def __init__(self, progress: Progress = SILENT) -> None:
+    Args:
+        progress: told the bytes read.
+        artifacts: by their type, who knows what is in them; of others only the blobs are checked.
+    """
+
+    def __init__(self, progress: Progress = SILENT, artifacts: Mapping[str, ArtifactCheck] | None = None) -> None:
         self._progress = progress
+        self._artifacts = artifacts or {}
         self._seen: set[StoredPack | Layer] = set()
 
     def __call__(self, store: Store, name: str, target: Descriptor) -> Iterator[Finding]:
@@ -34,7 +44,12 @@ class ContentCheck:
             NoSpaceError: there is no room for a temporary copy of a metadata image.
         """
         try:
-            image = parse_image(read_document(store, target, f"manifest of {name!r}"))
+            image = parse_stored(read_document(store, target, f"manifest of {name!r}"))
+            if isinstance(image, Artifact):
+                check_artifact = self._artifacts.get(image.artifact_type)
+                if check_artifact is not None:
+                    check_artifact(store, name, image)
+                return
         except ImgtoolError as error:
             yield Finding(Fault.CONTENT, str(error), target.digest, name)
             return

@@ -9,17 +9,19 @@
         └── metadata image   role "overlay-lower"; carries what is said of the layer
 
 One layer is a stack of one, so everything that takes an image takes both. Roles, media types and the ``org.erofs.*``
-annotations follow the draft erofs-image-spec; what it lacks is under ``org.imgtool.*``.
+annotations follow the draft erofs-image-spec; what it lacks is under ``org.imgtool.*``. What a store has besides images
+is in :mod:`layerstore.attachment`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from layerstore.attachment import Artifact
 from layerstore.digest import Digest
-from layerstore.errors import ImgtoolError, MalformedError, NotFoundError, UnsupportedError, about
+from layerstore.errors import ImgtoolError, LimitError, MalformedError, NotFoundError, UnsupportedError, about
 from layerstore.oci.descriptor import Descriptor
 from layerstore.oci.document import CONFIG_BYTES, dump
 from layerstore.oci.manifest import Manifest, parse_document
@@ -146,11 +148,26 @@ def parse_image(data: bytes) -> Image:
 
     Raises:
         MalformedError: not a manifest, or its annotations contradict each other.
-        UnsupportedError: an image of another kind, or of another format version.
+        UnsupportedError: an artifact, an image of another kind, or of another format version.
+    """
+    stored = parse_stored(data)
+    if isinstance(stored, Artifact):
+        raise UnsupportedError(f"{stored.described()}, not an image")
+    return stored
+
+
+def parse_stored(data: bytes) -> Image | Artifact:
+    """Read a manifest of a store, whichever of both it is.
+
+    Raises:
+        MalformedError, UnsupportedError: as :func:`parse_image`.
     """
     document = parse_document(data, MANIFEST_MEDIA_TYPE)
     if not isinstance(document, Manifest):
         raise UnsupportedError("an index, not an image of imgtool: convert one of its images first")
+    artifact = Artifact.of(document)
+    if artifact is not None:
+        return artifact
     layers = []
     packs: list[StoredPack] = []
     for descriptor in document.layers:
@@ -227,13 +244,48 @@ def read_document(store: Store, target: Descriptor, what: str) -> bytes:
 
 def load_image(store: Store, name: str) -> Image:
     """The image behind a reference or digest of this store."""
-    return parse_image(read_document(store, find_target(store, name), f"manifest of {name!r}"))
+    data = read_document(store, find_target(store, name), f"manifest of {name!r}")
+    with about(repr(name)):
+        return parse_image(data)
+
+
+def layers_of(store: Store, target: Descriptor) -> tuple[Digest, ...]:
+    """The identities of the layers of what a reference stands for; none where it is no image of ours."""
+    try:
+        stored = parse_stored(read_document(store, target, f"manifest {target.digest}"))
+    except (MalformedError, UnsupportedError, LimitError):
+        return ()
+    return tuple(layer.metadata for layer in stored.layers) if isinstance(stored, Image) else ()
 
 
 def all_packs(store: Store, unreadable: list[str]) -> Iterator[StoredPack]:
     """Every pack that a reference reaches, once. What can't be read is named in ``unreadable`` and left out."""
-    manifests: set[Digest] = set()
     packs: set[Digest] = set()
+    for image in all_images(store, unreadable):
+        for layer in image.layers:
+            for pack in layer.packs:
+                if pack.digest not in packs:
+                    packs.add(pack.digest)
+                    yield pack
+
+
+def find_layers(store: Store, wanted: Iterable[Digest]) -> dict[Digest, Layer]:
+    """Those of the layers that some image of the store has, by identity; what can't be read has none."""
+    left = set(wanted)
+    found: dict[Digest, Layer] = {}
+    for image in all_images(store, []):
+        for layer in image.layers:
+            if layer.metadata in left:
+                left.discard(layer.metadata)
+                found[layer.metadata] = layer
+        if not left:
+            break
+    return found
+
+
+def all_images(store: Store, unreadable: list[str]) -> Iterator[Image]:
+    """Every image that has a name, once. What can't be read is named in ``unreadable`` and left out."""
+    manifests: set[Digest] = set()
     for name in store.names():
         try:
             target = store.resolve(name)
@@ -246,12 +298,9 @@ def all_packs(store: Store, unreadable: list[str]) -> Iterator[StoredPack]:
             continue
         manifests.add(target.digest)
         try:
-            image = parse_image(read_document(store, target, "manifest"))
+            stored = parse_stored(read_document(store, target, "manifest"))
         except ImgtoolError as error:
             unreadable.append(f"{name!r}: {error}")
             continue
-        for layer in image.layers:
-            for pack in layer.packs:
-                if pack.digest not in packs:
-                    packs.add(pack.digest)
-                    yield pack
+        if isinstance(stored, Image):
+            yield stored

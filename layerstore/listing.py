@@ -1,13 +1,14 @@
-"""What a store holds, image by image."""
+"""What a store holds: image by image, and what there is besides them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from layerstore.attachment import Artifact, attached_layer
 from layerstore.digest import Digest
 from layerstore.errors import ImgtoolError, NotFoundError
-from layerstore.image import Role, parse_image, read_document
+from layerstore.image import Image, Role, parse_stored, read_document
 from layerstore.store.protocol import Store
 
 
@@ -15,7 +16,8 @@ from layerstore.store.protocol import Store
 class ListedImage:
     """A reference; sizes in bytes of the store. ``error`` says why an image can't be read, else it is None.
 
-    ``manifest`` is None where the reference itself can't be read.
+    ``manifest`` is None where the reference itself can't be read. ``layers`` are the identities of its layers, bottom
+    first, and ``planned`` those of them that have a plan in the store.
     """
 
     name: str
@@ -24,13 +26,36 @@ class ListedImage:
     size: int
     own_size: int
     error: str | None = None
+    layers: tuple[Digest, ...] = ()
+    planned: tuple[Digest, ...] = ()
 
 
-def list_images(store: Store) -> list[ListedImage]:
-    """Every reference, by name; one that can't be read is listed with its error."""
+@dataclass(frozen=True, slots=True)
+class ListedArtifact:
+    """A reference to what is no image; ``size`` in bytes of the store."""
+
+    name: str
+    manifest: Digest
+    artifact: Artifact
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Everything that has a name, by name."""
+
+    images: tuple[ListedImage, ...]
+    artifacts: tuple[ListedArtifact, ...]
+
+
+def list_images(store: Store) -> Listing:
+    """Every reference; one that can't be read is listed among the images, with its error."""
     blobs: dict[str, dict[Digest, int]] = {}
     listed = []
-    for name in store.names():
+    artifacts = []
+    names = list(store.names())
+    planned = set(filter(None, map(attached_layer, names)))
+    for name in names:
         try:
             target = store.resolve(name)
         except NotFoundError:
@@ -40,27 +65,43 @@ def list_images(store: Store) -> list[ListedImage]:
             continue
         digest = target.digest
         try:
-            image = parse_image(read_document(store, target, f"manifest of {name!r}"))
+            stored = parse_stored(read_document(store, target, f"manifest of {name!r}"))
         except ImgtoolError as error:
             listed.append(ListedImage(name, digest, (), 0, 0, str(error)))
             continue
-        blobs[name] = {digest: target.size, **image.blobs}
-        listed.append(ListedImage(name, digest, tuple(layer.role for layer in image.layers), 0, 0))
+        if isinstance(stored, Artifact):
+            size = target.size + sum(each.size for each in stored.content)
+            artifacts.append(ListedArtifact(name, digest, stored, size))
+            continue
+        blobs[name] = {digest: target.size, **stored.blobs}
+        listed.append(_listed(name, digest, stored, planned))
     # Two names of one image share everything, so uses are counted by manifest and not by name.
     uses = Counter(
         blob
         for manifest in {item.manifest: item.name for item in listed if item.name in blobs}.values()
         for blob in blobs[manifest]
     )
-    return [
+    images = [
         item
         if item.name not in blobs
-        else ListedImage(
-            item.name,
-            item.manifest,
-            item.roles,
-            sum(blobs[item.name].values()),
-            sum(size for blob, size in blobs[item.name].items() if uses[blob] == 1),
+        else replace(
+            item,
+            size=sum(blobs[item.name].values()),
+            own_size=sum(size for blob, size in blobs[item.name].items() if uses[blob] == 1),
         )
         for item in listed
     ]
+    return Listing(tuple(images), tuple(artifacts))
+
+
+def _listed(name: str, digest: Digest, image: Image, planned: set[Digest]) -> ListedImage:
+    layers = tuple(layer.metadata for layer in image.layers)
+    return ListedImage(
+        name,
+        digest,
+        tuple(layer.role for layer in image.layers),
+        0,
+        0,
+        layers=layers,
+        planned=tuple(layer for layer in layers if layer in planned),
+    )

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 from layerstore.digest import Digest
 from layerstore.errors import ConflictError, NotFoundError
-from layerstore.image import CONFIG_MEDIA_TYPE, Image
+from layerstore.image import CONFIG_MEDIA_TYPE
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.descriptor import Descriptor
 from layerstore.store.protocol import Lease, Store, Upload, WriteStore
+
+
+class Publishable(Protocol):
+    """An image, or an artifact."""
+
+    def manifest(self) -> bytes: ...
+    def descriptor(self) -> Descriptor: ...
+
+    @property
+    def blobs(self) -> Mapping[Digest, int]: ...
 
 
 class Publisher:
@@ -44,8 +57,8 @@ class Publisher:
         data = config.with_rootfs(diff_ids, None, os_features=["erofs"])
         return Descriptor(CONFIG_MEDIA_TYPE, self.small(data), len(data))
 
-    def image(self, image: Image, *, tag: str | None, expected: Descriptor | None) -> Descriptor:
-        """Publish the manifest of an image whose blobs are there, and point ``tag`` at it.
+    def image(self, image: Publishable, *, tag: str | None, expected: Descriptor | None) -> Descriptor:
+        """Publish the manifest of an image or artifact whose blobs are there, and point ``tag`` at it.
 
         Raises:
             ConflictError: ``tag`` is not ``expected`` any more, or a blob or the lease is gone.
@@ -58,8 +71,8 @@ class Publisher:
             self.reference(tag, target, image, expected=expected)
         return target
 
-    def reference(self, name: str, target: Descriptor, image: Image, *, expected: Descriptor | None) -> None:
-        """Make ``name``, which stands for ``expected``, stand for an image of this store.
+    def reference(self, name: str, target: Descriptor, image: Publishable, *, expected: Descriptor | None) -> None:
+        """Make ``name``, which stands for ``expected``, stand for an image or artifact of this store.
 
         It is no conflict if somebody else has published the same image under it meanwhile.
 

@@ -27,7 +27,7 @@ from layerstore.store.collect import GRACE_SECONDS, collect, plan_collection
 @store_option
 @json_option
 def command(dry_run: bool, grace: float, force: bool, store: str | None, root: str | None, as_json: bool) -> None:
-    """Delete blobs that no name and no lease reaches, and what dead writers left.
+    """Delete blobs that no name and no lease reaches, plans of layers that no image has, and what dead writers left.
 
     Any error while finding out what is reachable stops it before anything is deleted. It may run beside conversions
     and copies, needs no free space, and can be interrupted at any time.
@@ -43,16 +43,18 @@ def command(dry_run: bool, grace: float, force: bool, store: str | None, root: s
     }
     if dry_run:
         doomed, leftovers = plan.doomed, plan.leftovers
+        plans = tuple(reference.name for reference in plan.orphans)
     else:
         with progress.shown() as drawn:
             result = collect(target, plan, progress=drawn)
-        doomed, leftovers = result.deleted, result.leftovers
+        doomed, leftovers, plans = result.deleted, result.leftovers, result.orphans
         document["spared_blobs"] = len(result.spared)
     doomed_bytes = sum(blob.size for blob in doomed)
     document |= {
         "deleted_blobs": [str(blob.digest) for blob in doomed],
         "deleted_bytes": doomed_bytes,
         "leftover_bytes": leftovers,
+        "plans_dropped": list(plans),
     }
     if as_json:
         render.print_json(document)
@@ -62,5 +64,7 @@ def command(dry_run: bool, grace: float, force: bool, store: str | None, root: s
         f"{verb} {len(doomed)} blob(s), {render.size(doomed_bytes)}, and {render.size(leftovers)} of leftovers; "
         f"{plan.kept} blob(s), {render.size(plan.kept_bytes)}, are reachable by {plan.references} name(s)"
     )
+    if plans:
+        render.print_line(f"{verb} the plan(s) of {len(plans)} layer(s) that no image has any more")
     if plan.young:
         render.print_line(f"{len(plan.young)} unreachable blob(s) are younger than {grace:g} s and were kept")

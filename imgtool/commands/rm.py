@@ -17,7 +17,10 @@ from imgtool.options import examples, existing_store, json_option, store_option
 @store_option
 @json_option
 def command(names: tuple[str, ...], store: str | None, root: str | None, as_json: bool) -> None:
-    """Remove names from the store; what no name reaches any more is deleted by gc, after its grace period."""
+    """Remove names from the store; what no name reaches any more is deleted by gc, after its grace period.
+
+    So are plans of layers that no image has any more. The plan of one layer is removed by its name in `ls --all`.
+    """
     target_store = existing_store(store, root)
     targets = {name: target_store.resolve(name) for name in names}  # all of them first: a wrong name removes nothing
     removed = []

@@ -6,6 +6,7 @@ import click
 
 from imgtool import render
 from imgtool.options import examples, existing_store, json_option, store_option
+from layerstore.errors import about
 from layerstore.image import find_target, parse_image, read_document
 from layerstore.publish import Publisher, current
 
@@ -23,7 +24,9 @@ def command(name: str, new: str, store: str | None, root: str | None, as_json: b
     """Make NEW stand for the image that NAME (a tag or digest) stands for; NEW is moved where it exists."""
     target_store = existing_store(store, root)
     target = find_target(target_store, name)
-    image = parse_image(read_document(target_store, target, f"manifest of {name!r}"))
+    data = read_document(target_store, target, f"manifest of {name!r}")
+    with about(repr(name)):
+        image = parse_image(data)
     with target_store.lease() as lease:
         before = current(target_store, new)
         Publisher(target_store, lease).reference(new, target, image, expected=before)

@@ -10,6 +10,10 @@ Deleting is the dangerous part, so:
   unknown kind) ends the collection before anything is deleted.
 * Deleting only removes unreachable blobs, one by one, and writes nothing: it works on a full disk, a crash at any point
   is harmless, and running it again finishes.
+* A plan is kept by its own reference and keeps no layer. When nothing has its layer any more, so that nobody can ever
+  find it, the reference goes first, by compare-and-swap, and then what it kept. It is one as its manifest says, not by
+  its name alone. If an image with that layer is published just then, it is without a plan, which costs time and no
+  content.
 * A store with blobs and no references is more often a mistake (wrong path, half-mounted) than garbage: refused unless
   forced.
 """
@@ -18,13 +22,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from layerstore.attachment import Artifact, attached_layer
 from layerstore.digest import Digest
-from layerstore.errors import ConflictError, UsageError
+from layerstore.errors import (
+    ConflictError,
+    LimitError,
+    MalformedError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+from layerstore.oci.manifest import Manifest, parse_document
+from layerstore.pack.stored import UNCOMPRESSED_DIGEST
 from layerstore.progress import SILENT, Progress
-from layerstore.store.protocol import BlobInfo, PruneStore
-from layerstore.store.reach import Documents, reference_links
+from layerstore.store.protocol import BlobInfo, PruneStore, Reference
+from layerstore.store.reach import DOCUMENT_BYTES, Documents, reference_links
+from layerstore.store.reading import read_blob
 
 GRACE_SECONDS = 3600.0
 """Age under which nothing is deleted. Leases protect publishers; this protects against whoever forgot to take one."""
@@ -41,12 +57,13 @@ class CollectionPlan:
         location: of the store.
         grace: seconds.
         force: whether a store without references may be swept.
-        references: how many were marked from.
+        references: how many were marked from, ``orphans`` left out.
         kept: blobs that are reachable or pinned, and
         kept_bytes: their size.
         young: unreachable, but within the grace period; by digest.
         doomed: unreachable and older; by digest.
         leftovers: bytes that dead writers left in temporary files.
+        orphans: references to plans of layers that no image has any more, old enough to go.
     """
 
     location: str
@@ -58,6 +75,7 @@ class CollectionPlan:
     young: tuple[BlobInfo, ...]
     doomed: tuple[BlobInfo, ...]
     leftovers: int
+    orphans: tuple[Reference, ...] = ()
 
     @property
     def doomed_bytes(self) -> int:
@@ -71,12 +89,14 @@ class Collection:
     Attributes:
         deleted: by digest.
         spared: planned, but reachable, pinned, replaced or gone by then.
+        orphans: names of the plans that were dropped.
         leftovers: bytes of temporary files and expired leases removed.
     """
 
     deleted: tuple[BlobInfo, ...]
     spared: tuple[BlobInfo, ...]
     leftovers: int
+    orphans: tuple[str, ...] = ()
 
     @property
     def deleted_bytes(self) -> int:
@@ -84,11 +104,31 @@ class Collection:
 
 
 @dataclass(frozen=True, slots=True)
+class Orphan:
+    """A reference to a plan of a layer that nothing has any more, and what it reaches."""
+
+    reference: Reference
+    reached: frozenset[Digest]
+
+
+@dataclass(frozen=True, slots=True)
 class Marks:
-    """The digests to keep, and how many references they come from."""
+    """What there is to keep.
+
+    Attributes:
+        digests: that references other than orphans reach, or leases pin.
+        references: how many these are.
+        orphans: by name; no image has their layers.
+    """
 
     digests: frozenset[Digest]
     references: int
+    orphans: Mapping[str, Orphan]
+
+    @property
+    def everything(self) -> frozenset[Digest]:
+        """What is to be kept as long as the orphans are there."""
+        return self.digests.union(*(orphan.reached for orphan in self.orphans.values()))
 
 
 def mark(store: PruneStore, documents: Documents) -> Marks:
@@ -99,15 +139,43 @@ def mark(store: PruneStore, documents: Documents) -> Marks:
     """
     # Pins first: a publisher refers before it releases, so it is seen at least once.
     marked = set(store.pinned())
+    identities = set(map(str, marked))
     walked: set[Digest] = set()
+    attached: list[tuple[Reference, Digest]] = []
     references = 0
     for reference in store.references():
+        layer = attached_layer(reference.name)
+        if layer is not None:
+            attached.append((reference, layer))
+            continue
         references += 1
         if reference.target.digest not in walked:
             walked.add(reference.target.digest)
-            # What need not be there is marked without a look: it may come at any time.
-            marked |= {link.descriptor.digest for link in reference_links(store, documents, reference)}
-    return Marks(frozenset(marked), references)
+            for link in reference_links(store, documents, reference):
+                # What need not be there is marked without a look: it may come at any time.
+                marked.add(link.descriptor.digest)
+                identities.add(link.descriptor.annotations.get(UNCOMPRESSED_DIGEST, ""))
+    orphans: dict[str, Orphan] = {}
+    for reference, layer in attached:
+        reached = frozenset(link.descriptor.digest for link in reference_links(store, documents, reference))
+        if str(layer) not in identities and _is_attached(store, reference, layer):
+            orphans[reference.name] = Orphan(reference, reached)
+        else:
+            references += 1
+            marked |= reached
+    return Marks(frozenset(marked), references, orphans)
+
+
+def _is_attached(store: PruneStore, reference: Reference, layer: Digest) -> bool:
+    """Whether it is what its name says, and not an image that somebody has called so."""
+    try:
+        document = parse_document(read_blob(store, reference.target, limit=DOCUMENT_BYTES), None)
+        artifact = Artifact.of(document) if isinstance(document, Manifest) else None
+    except NotFoundError:
+        return True  # deleted and swept since it was listed
+    except (MalformedError, UnsupportedError, LimitError):
+        return False
+    return artifact is not None and artifact.layer == layer
 
 
 def plan_collection(
@@ -131,8 +199,11 @@ def plan_collection(
     marks = mark(store, documents or Documents(store))
     if blobs:
         _require_references(store, marks, force)
-    kept = [blob for blob in blobs if blob.digest in marks.digests]
-    loose = [blob for blob in blobs if blob.digest not in marks.digests]
+    ages = {blob.digest: blob.age for blob in blobs}
+    old = [each for each in marks.orphans.values() if ages.get(each.reference.target.digest, grace) >= grace]
+    wanted = marks.digests.union(*(each.reached for each in marks.orphans.values() if each not in old))
+    kept = [blob for blob in blobs if blob.digest in wanted]
+    loose = [blob for blob in blobs if blob.digest not in wanted]
     return CollectionPlan(
         location=store.location,
         grace=grace,
@@ -143,6 +214,7 @@ def plan_collection(
         young=tuple(blob for blob in loose if blob.age < grace),
         doomed=tuple(blob for blob in loose if blob.age >= grace),
         leftovers=store.reclaim(older_than=grace, dry_run=True),
+        orphans=tuple(orphan.reference for orphan in old),
     )
 
 
@@ -173,6 +245,7 @@ def collect(
     if documents is None:
         documents = Documents(store)
         mark(store, documents)  # reads all documents, so that those below read only new ones
+    dropped = _drop(store, documents, plan.orphans)
     progress.start("delete", plan.doomed_bytes)
     deleted: list[BlobInfo] = []
     spared: list[BlobInfo] = []
@@ -181,17 +254,33 @@ def collect(
         with store.collecting():
             marks = mark(store, documents)
             _require_references(store, marks, plan.force)
+            wanted = marks.everything
             end = time.monotonic() + hold
             while left:
                 blob = left.popleft()
-                if blob.digest not in marks.digests and store.delete(blob.digest, older_than=plan.grace):
+                if blob.digest not in wanted and store.delete(blob.digest, older_than=plan.grace):
                     deleted.append(blob)
                 else:
                     spared.append(blob)
                 progress.advance(blob.size)
                 if time.monotonic() >= end:
                     break
-    return Collection(tuple(deleted), tuple(spared), store.reclaim(older_than=plan.grace))
+    return Collection(tuple(deleted), tuple(spared), store.reclaim(older_than=plan.grace), dropped)
+
+
+def _drop(store: PruneStore, documents: Documents, planned: tuple[Reference, ...]) -> tuple[str, ...]:
+    """Remove the references that are still orphans; the names of those removed."""
+    dropped = []
+    orphans = mark(store, documents).orphans if planned else {}
+    for reference in planned:
+        still = orphans.get(reference.name)
+        if still is not None and still.reference.target.digest == reference.target.digest:
+            try:
+                store.delete_reference(reference.name, expected=reference.target)
+            except (NotFoundError, ConflictError):
+                continue  # removed or published again meanwhile
+            dropped.append(reference.name)
+    return tuple(dropped)
 
 
 def _require_references(store: PruneStore, marks: Marks, force: bool) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from layerstore.digest import Digest
 from layerstore.errors import ImgtoolError, LimitError, MalformedError, UnsupportedError, about
-from layerstore.oci.document import dump, parse
+from layerstore.oci.document import dump, parse, shown
 from layerstore.pack.format import BLOCK_SIZE
 from prefetch.trace.format import MAX_PACK, MAX_TIME
 
@@ -124,9 +124,33 @@ class Plan:
         return Digest.of(self.to_bytes())
 
 
+def number(value: object) -> float | None:
+    """A figure of a score, whoever wrote it; None for what is no number, or none that anything comes to."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > MAX_TIME:
+        return None
+    return float(value)
+
+
+def encode_plan(plan: Plan, what: str) -> bytes:
+    """The document of a plan that others are to read; ``what`` names it in messages.
+
+    Raises:
+        LimitError: it is larger than readers take.
+        MalformedError: it is none that readers take, such as one with two parts of a layer.
+    """
+    data = plan.to_bytes()
+    parse_plan(data, what)
+    return data
+
+
 def order(ranges: Iterable[PlannedRange]) -> tuple[PlannedRange, ...]:
-    """Ranges as a part has them."""
-    return tuple(sorted(ranges, key=lambda planned: (planned.due, planned.device, planned.offset)))
+    """Ranges as a part has them: the same for the same ranges, however they came."""
+    return tuple(sorted(ranges, key=_place))
+
+
+def _place(planned: PlannedRange) -> tuple[int, int, int, int, int, str, int]:
+    device, offset, length, due, chance, path, file_offset = planned
+    return due, device, offset, length, chance, path or "", file_offset
 
 
 def parse_plan(data: bytes, what: str) -> Plan:
@@ -143,10 +167,10 @@ def parse_plan(data: bytes, what: str) -> Plan:
     if document.get("magic") != MAGIC:
         raise MalformedError(f"{what} is not a plan: it lacks the magic")
     version, incompatible = document.get("version"), document.get("incompatible")
-    if version != VERSION:
-        raise UnsupportedError(f"{what} has version {version!r}, this release reads {VERSION}")
+    if type(version) is not int or version != VERSION:
+        raise UnsupportedError(f"{what} has version {shown(repr(version))}, this release reads {VERSION}")
     if not isinstance(incompatible, list) or set(map(str, incompatible)) - FEATURES:
-        raise UnsupportedError(f"{what} needs features that this release lacks: {incompatible!r}")
+        raise UnsupportedError(f"{what} needs features that this release lacks: {shown(repr(incompatible))}")
     name, image, manifest = document.get("name", ""), document.get("image", ""), document.get("manifest")
     if not isinstance(name, str) or not isinstance(image, str) or not (manifest is None or isinstance(manifest, str)):
         raise MalformedError(f"{what}: name, image and manifest have to be texts")
@@ -154,7 +178,10 @@ def parse_plan(data: bytes, what: str) -> Plan:
     if not isinstance(learned, dict) or not isinstance(score, dict) or not isinstance(parts, list):
         raise MalformedError(f"{what}: learned and score have to be objects, and parts a list")
     with about(what):
-        return Plan(tuple(map(_part, parts)), name, image, manifest, learned, score)
+        planned = tuple(map(_part, parts))
+        if len({part.metadata for part in planned}) != len(planned):
+            raise MalformedError("two of its parts are of one layer")
+        return Plan(planned, name, image, manifest, learned, score)
 
 
 def _part(value: object) -> PlanPart:
@@ -163,11 +190,15 @@ def _part(value: object) -> PlanPart:
     packs, ranges = value.get("packs"), value.get("ranges")
     if not isinstance(packs, list) or not isinstance(ranges, list):
         raise MalformedError("a part has to have packs and ranges")
-    try:
-        metadata, known = Digest.parse(value.get("metadata")), tuple(Digest.parse(pack) for pack in packs)
-    except ImgtoolError as error:
-        raise MalformedError(f"a part: {error}") from error
+    metadata, known = _digest(value.get("metadata")), tuple(map(_digest, packs))
     return PlanPart(metadata, known, order(_range(each, len(known)) for each in ranges))
+
+
+def _digest(value: object) -> Digest:
+    try:
+        return Digest.parse(value)
+    except ImgtoolError as error:
+        raise MalformedError(f"a part has {shown(str(value))} where a digest belongs") from error
 
 
 def _range(value: object, devices: int) -> PlannedRange:
