@@ -1,8 +1,9 @@
 """The kernel's mount interface, by ctypes.
 
 Constants and structures carry the names of ``<linux/mount.h>``, ``<linux/openat2.h>``, ``<linux/magic.h>``,
-``<linux/prctl.h>`` and ``<sched.h>``. The calls that came with Linux 5.2 and later have the same number on every
-architecture (``<asm-generic/unistd.h>``) and go through ``syscall(2)``: C libraries lack wrappers for some of them.
+``<linux/prctl.h>``, ``<linux/stat.h>`` and ``<sched.h>``. The calls that came with Linux 5.2 and later have the same
+number on every architecture (``<asm-generic/unistd.h>``) and go through ``syscall(2)``: C libraries lack wrappers for
+some of them.
 Every failure is an OSError with errno and path; failures of an :class:`FsContext` end with the kernel's own words.
 """
 
@@ -40,6 +41,12 @@ MOVE_MOUNT_BENEATH = 0x200
 OPEN_TREE_CLONE = 0x1
 OPEN_TREE_CLOEXEC = os.O_CLOEXEC
 AT_RECURSIVE = 0x8000
+AT_EMPTY_PATH = 0x1000
+
+STATX_MNT_ID = 0x1000
+"""Since Linux 5.8."""
+_STX_MNT_ID = 0x90
+"""Offset of ``stx_mnt_id``, 64 bits, in ``struct statx``, which takes 256 bytes."""
 
 MS_RDONLY = 0x1
 MS_NOSUID = 0x2
@@ -150,6 +157,8 @@ _pivot_root = _libc.pivot_root
 _pivot_root.argtypes = (c_char_p, c_char_p)
 _statfs = _libc.statfs
 _statfs.argtypes = (c_char_p, c_void_p)
+_statx = _libc.statx
+_statx.argtypes = (c_int, c_char_p, c_int, c_uint, c_void_p)
 _prctl = _libc.prctl
 _prctl.argtypes = (c_int, c_ulong, c_ulong, c_ulong, c_ulong)
 
@@ -205,11 +214,16 @@ class FsContext:
         if _fsconfig(_NR_fsconfig, self.fd, FSCONFIG_CMD_CREATE, None, None, 0) < 0:
             raise self._failed(f"{self.fs_type} mount")
 
-    def mount(self, attributes: int, target: AnyPath, *, beneath: bool = False) -> None:
-        """Attach the created filesystem at ``target``, or ``beneath`` what is mounted there; ``MOUNT_ATTR_*`` flags."""
+    def detached(self, attributes: int) -> int:
+        """A descriptor of the created filesystem, attached nowhere; closing it unmounts. ``MOUNT_ATTR_*`` flags."""
         mount_fd = int(_fsmount(_NR_fsmount, self.fd, FSMOUNT_CLOEXEC, attributes))
         if mount_fd < 0:
             raise self._failed(f"fsmount {self.fs_type}")
+        return mount_fd
+
+    def mount(self, attributes: int, target: AnyPath, *, beneath: bool = False) -> None:
+        """Attach the created filesystem at ``target``, or ``beneath`` what is mounted there; ``MOUNT_ATTR_*`` flags."""
+        mount_fd = self.detached(attributes)
         try:  # closing a mount that was not moved anywhere unmounts it
             flags = MOVE_MOUNT_F_EMPTY_PATH | (MOVE_MOUNT_BENEATH if beneath else 0)
             if _move_mount(_NR_move_mount, mount_fd, b"", AT_FDCWD, os.fsencode(target), flags):
@@ -267,6 +281,14 @@ def open_tree(directory_fd: int, path: AnyPath, flags: int) -> int:
     if fd < 0:
         raise _failed("open_tree", path)
     return fd
+
+
+def mount_id(fd: int) -> int:
+    """The mount that ``fd`` was opened through, which tells copies of one mount apart. Numbers of dead ones return."""
+    buffer = ctypes.create_string_buffer(256)
+    if _statx(fd, b"", AT_EMPTY_PATH, STATX_MNT_ID, buffer):
+        raise _failed("statx")
+    return ctypes.c_uint64.from_buffer(buffer, _STX_MNT_ID).value
 
 
 def open_in_root(root_fd: int, path: AnyPath, flags: int) -> int:

@@ -27,6 +27,8 @@ FAN_UNLIMITED_MARKS = 0x20
 
 FAN_MARK_ADD = 0x1
 FAN_MARK_REMOVE = 0x2
+FAN_MARK_MOUNT = 0x10
+AT_FDCWD = -100
 
 FAN_PRE_ACCESS = 0x0010_0000
 FAN_Q_OVERFLOW = 0x0000_4000
@@ -117,6 +119,26 @@ def unmark(group: int, fd: int) -> None:
         OSError: ENOENT when there is no mark.
     """
     _change_mark(group, FAN_MARK_REMOVE, fd)
+
+
+def mark_mount(group: int, fd: int) -> None:
+    """Have reads of all files that are opened from now on through the mount of ``fd`` wait for an answer.
+
+    Reads of the same files through any other mount, also a copy of this one, don't. ``fd`` may be of OPEN_TREE_CLONE: a
+    mount that is attached nowhere lives as long as a file is open through it, and the mark with it.
+
+    Raises:
+        OSError: as :func:`mark`; EMFILE or ENOSPC beyond limits on groups and marks.
+    """
+    path = b"/proc/self/fd/%d" % fd  # a descriptor that is a path alone (O_PATH) is refused
+    if _fanotify_mark(group, FAN_MARK_ADD | FAN_MARK_MOUNT, FAN_PRE_ACCESS, AT_FDCWD, path):
+        raise _failed("fanotify_mark")
+
+
+def marked_mounts(group: int) -> int:
+    """How many mounts with a mark of this group there are."""
+    with open(f"/proc/self/fdinfo/{group}", "rb") as stream:
+        return sum(line.startswith(b"fanotify mnt_id:") for line in stream)
 
 
 def _change_mark(group: int, flags: int, fd: int) -> None:
