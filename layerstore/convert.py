@@ -12,23 +12,21 @@ store as it was, save for space that ``gc`` reclaims.
 
 from __future__ import annotations
 
-import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import zstandard
-
 from layerstore.digest import Digest
-from layerstore.erofs.layout import HOLE, Chunked, Device, address
-from layerstore.erofs.writer import write_image
-from layerstore.errors import ConflictError, CorruptError, LimitError, UsageError, os_errors
+from layerstore.erofs.layout import HOLE, Chunked, address
+from layerstore.errors import ConflictError, CorruptError, LimitError, UsageError
+from layerstore.hot import HotFile, frames, hot_chunks, withhold
 from layerstore.image import Image, Layer, Role, all_packs, load_image
 from layerstore.limits import DEFAULT_LIMITS, Limits
 from layerstore.material import Base, SourceReader, survey
+from layerstore.metadata import publish_metadata
 from layerstore.oci.platform import Platform
 from layerstore.oci.source_name import SourceName
 from layerstore.opened import open_layer
@@ -53,11 +51,7 @@ from layerstore.publish import Publisher, current
 from layerstore.rawpacks import RawState, require_local, store_raw
 from layerstore.store.protocol import Upload, WriteStore
 from layerstore.store.reading import is_intact
-from layerstore.tree.inode import Directory, File
-
-_STEP = 1 << 20
-_METADATA_LEVEL = 9
-"""A metadata image is small and is fetched before everything else: worth a slower compressor."""
+from layerstore.tree.inode import File
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +70,8 @@ class Conversion:
         sizes: for measuring other chunk and inline sizes.
         limits: bounds on what the source may ask for.
         raw: store the layer's packs raw too, those that it shares included.
+        hot: what is to be read first, in order. It lies together, at the head of the new pack, and is written there
+            though other packs have it, unless one of them has all of it together.
     """
 
     source: SourceName
@@ -89,6 +85,27 @@ class Conversion:
     sizes: Sizes = DEFAULT_SIZES
     limits: Limits = DEFAULT_LIMITS
     raw: bool = False
+    hot: Sequence[HotFile] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Hot:
+    """What became of what was to be read first. Sizes are bytes, raw.
+
+    Attributes:
+        size, chunks: of it.
+        frames: how many hold it, of however many packs.
+        copied_size: the part of it that packs of the store had as well, where it isn't together.
+        matched: parts of files that named some of it.
+        unmatched: parts that named none, by reason.
+    """
+
+    size: int
+    chunks: int
+    frames: int
+    copied_size: int
+    matched: int
+    unmatched: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +121,7 @@ class Report:
         stored_size: what the store grew by: new pack, metadata image, config, manifest, and packs stored raw, as far
             as it lacked them.
         entries: names in the tree.
+        hot: what became of what was to be read first; None where nothing was named.
     """
 
     manifest: Digest
@@ -115,6 +133,7 @@ class Report:
     stored_size: int
     entries: int
     warnings: tuple[str, ...]
+    hot: Hot | None = None
 
     @property
     def layer(self) -> Layer:
@@ -164,17 +183,22 @@ def convert(
         for file in files:
             file.chunks = None  # one that comes from the base still has its address there
         own = base.layer.packs if base else ()
-        if present := work.packs(own):
+        present = work.packs(own)
+        hot = None
+        if present or conversion.hot:
             table = work.chunks(files, "hash")
-            reuse = work.reuse(table, present, own)
-            new = work.write_rest(table, reuse)
+            wanted = hot_chunks(material.tree, table, conversion.hot)
+            reuse, copied = work.reuse(table, present, own, wanted.numbers)
+            new = work.write_rest(table, reuse, wanted.numbers)
+            if conversion.hot:
+                hot = Hot(*_measured(wanted.numbers, table, reuse), copied, wanted.matched, wanted.unmatched)
         else:
             table, reuse, new = work.write_all(files)
         packs = ((new,) if new else ()) + reuse.packs
         _assign(table, reuse, new)
         layer = Layer(
             conversion.role,
-            *work.write_metadata(material.tree, packs),
+            *publish_metadata(publisher, material.tree, packs, scratch, progress),
             packs=packs,
             base=base.layer.metadata if base else None,
             source=material.digest,
@@ -194,6 +218,7 @@ def convert(
         publisher.grown + sum(pack.size for pack in raw if pack.state is RawState.STORED),
         entries,
         tuple(warnings.texts),
+        hot,
     )
 
 
@@ -253,8 +278,14 @@ class _Work:
         _check_indexes(table, self.conversion.limits)
         return table
 
-    def reuse(self, table: ChunkTable, present: Sequence[StoredPack], own: Sequence[StoredPack]) -> Reuse:
-        """Choose packs to refer to. A pack's blob is hashed before: its name is no proof of its bytes."""
+    def reuse(
+        self, table: ChunkTable, present: Sequence[StoredPack], own: Sequence[StoredPack], hot: Sequence[int]
+    ) -> tuple[Reuse, int]:
+        """Choose packs to refer to. A pack's blob is hashed before: its name is no proof of its bytes.
+
+        Returns:
+            The choice, and how many bytes of ``hot`` are to be written though other packs have them.
+        """
         store = self.publisher.store
 
         def verify(pack: StoredPack) -> None:
@@ -265,8 +296,9 @@ class _Work:
                     raise CorruptError(f"blob {pack.blob} in {store.location} is corrupt")
 
         candidates = find(table, present, store, self.warn)
+        copied = withhold(hot, table.blocks, candidates) * BLOCK_SIZE if hot else 0
         preferred = frozenset(pack.digest for pack in own)
-        return choose(table, candidates, preferred=preferred, verify=verify, warn=self.warn)
+        return choose(table, candidates, preferred=preferred, verify=verify, warn=self.warn), copied
 
     def write_all(self, files: Sequence[File]) -> tuple[ChunkTable, Reuse, StoredPack | None]:
         """Where nothing can be referred to, hash and write in one pass: the same pack as in two."""
@@ -277,17 +309,18 @@ class _Work:
             reuse = Reuse((), array("i", [-1]) * len(block), block)
             return table, reuse, self._finish(writer, upload) if block else None
 
-    def write_rest(self, table: ChunkTable, reuse: Reuse) -> StoredPack | None:
-        """Write the chunks that no chosen pack has; their blocks are entered into ``reuse.block``."""
-        is_new = [source < 0 for source in reuse.source]
-        if not any(is_new):
+    def write_rest(self, table: ChunkTable, reuse: Reuse, hot: Sequence[int]) -> StoredPack | None:
+        """Write the chunks that no chosen pack has, ``hot`` ones first; enter their blocks into ``reuse.block``."""
+        first = dict.fromkeys(number for number in hot if reuse.source[number] < 0)
+        order = array("I", first)
+        order.extend(number for number, source in enumerate(reuse.source) if source < 0 and number not in first)
+        if not order:
             return None
-        total = sum(blocks for blocks, new in zip(table.blocks, is_new, strict=True) if new)
-        self.progress.start("compress", total * BLOCK_SIZE)
+        self.progress.start("compress", sum(table.blocks[number] for number in order) * BLOCK_SIZE)
         keys = list(table.keys)
         with self.publisher.store.upload() as upload:
             writer = self._writer(upload)
-            for file, bits, numbers in _neighbours(table, is_new):
+            for file, bits, numbers in _neighbours(table, order):
                 data = read_pieces(file, bits, table.first_piece[numbers[0]], len(numbers))
                 chunks = [(keys[number], table.blocks[number]) for number in numbers]
                 _check_unchanged(chunks, data)
@@ -307,26 +340,6 @@ class _Work:
         self.publisher.commit(upload, pack.blob)
         return pack
 
-    def write_metadata(self, tree: Directory, packs: Sequence[StoredPack]) -> tuple[Digest, int, Digest, int]:
-        """Write and publish the metadata image; returns digest and size, raw and compressed."""
-        devices = [Device(pack.digest, pack.blocks) for pack in packs]
-        with ExitStack() as stack:
-            with os_errors("write the metadata image"):
-                file = stack.enter_context(tempfile.TemporaryFile(dir=self.scratch))
-            upload = stack.enter_context(self.publisher.store.upload())
-            summary = write_image(tree, devices, file)
-            self.progress.start("metadata", summary.bytes)
-            compressor = zstandard.ZstdCompressor(level=_METADATA_LEVEL).compressobj(size=summary.bytes)
-            with os_errors("read the metadata image"):
-                file.seek(0)
-                while piece := file.read(_STEP):
-                    upload.write(compressor.compress(piece))
-                    self.progress.advance(len(piece))
-            upload.write(compressor.flush())
-            blob, size = upload.digest(), upload.size
-            self.publisher.commit(upload, blob)
-        return summary.digest, summary.bytes, blob, size
-
 
 def _check_unchanged(chunks: Sequence[tuple[bytes, int]], data: bytes) -> None:
     """What is read a second time has to be what was named: a wrong chunk under a name would reach other images."""
@@ -338,25 +351,31 @@ def _check_unchanged(chunks: Sequence[tuple[bytes, int]], data: bytes) -> None:
         view = view[length:]
 
 
-def _neighbours(table: ChunkTable, is_new: Sequence[bool]) -> Iterator[tuple[File, int, range]]:
-    """The new chunks by number, those together that can be read at once where they were first seen."""
-    number, end = 0, len(is_new)
-    while number < end:
-        if not is_new[number]:
-            number += 1
-            continue
+def _neighbours(table: ChunkTable, order: Sequence[int]) -> Iterator[tuple[File, int, Sequence[int]]]:
+    """Chunks in an order, those together that follow each other where they were first seen, and can be read at once."""
+    at = 0
+    while at < len(order):
+        number = order[at]
         index, piece = table.first_file[number], table.first_piece[number]
         file, bits, _ = table.files[index]
-        last = number + 1
+        last = at + 1
         while (
-            last < min(end, number + run_length(bits))
-            and is_new[last]
-            and table.first_file[last] == index
-            and table.first_piece[last] == piece + last - number
+            last < min(len(order), at + run_length(bits))
+            and table.first_file[order[last]] == index
+            and table.first_piece[order[last]] == piece + last - at
         ):
             last += 1
-        yield file, bits, range(number, last)
-        number = last
+        yield file, bits, order[at:last]
+        at = last
+
+
+def _measured(hot: Sequence[int], table: ChunkTable, reuse: Reuse) -> tuple[int, int, int]:
+    """Bytes, number and frames of chunks whose blocks are known."""
+    places: dict[int, list[tuple[int, int]]] = {}
+    for number in hot:
+        places.setdefault(reuse.source[number], []).append((reuse.block[number], table.blocks[number]))
+    size = sum(table.blocks[number] for number in hot) * BLOCK_SIZE
+    return size, len(hot), sum(len(frames(of)) for of in places.values())
 
 
 def _assign(table: ChunkTable, reuse: Reuse, new: StoredPack | None) -> None:

@@ -272,8 +272,8 @@ class _Slots:
             del self._gaps[0]
 
 
-def place(root: Directory, devices: Sequence[Device]) -> Placement:
-    """Plan an image of ``root`` whose data is on ``devices``.
+def place(root: Directory, devices: Sequence[Device], appended: int = 0) -> Placement:
+    """Plan an image of ``root`` whose data is on ``devices``, or in ``appended`` blocks behind it (device 0).
 
     Raises:
         LimitError: EROFS can't hold it; the message names the entry.
@@ -282,7 +282,7 @@ def place(root: Directory, devices: Sequence[Device]) -> Placement:
     """
     if len(devices) > MAX_DEVICES:
         raise LimitError(f"{len(devices)} packs in one image; an EROFS device table holds at most {MAX_DEVICES}")
-    capacity = [device.blocks for device in devices]
+    capacity = [appended, *(device.blocks for device in devices)]
     if sum(capacity) > EROFS_NULL_ADDR:
         raise LimitError(f"packs of {sum(capacity)} blocks are {TOO_LARGE}; use fewer or smaller packs")
     plan = Placement(count_links(root))
@@ -352,6 +352,6 @@ def _check_addresses(inode: Inode, capacity: list[int], trail: Trail | None) -> 
     for where in inode.chunks.addresses:
         if where != HOLE:
             device, block = where >> 32, where & 0xFFFF_FFFF
-            if not 1 <= device <= len(capacity) or block + min(whole, left) > capacity[device - 1]:
+            if device >= len(capacity) or block + min(whole, left) > capacity[device]:
                 raise MalformedError(f"{show(trail)}: block {block} of pack {device} isn't in the image's packs")
         left -= whole

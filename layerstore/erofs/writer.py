@@ -82,7 +82,7 @@ class ImageSummary:
     digest: Digest
 
 
-def write_image(root: Directory, devices: Sequence[Device], out: BinaryIO) -> ImageSummary:
+def write_image(root: Directory, devices: Sequence[Device], out: BinaryIO, *, appended: int = 0) -> ImageSummary:
     """Write the metadata image of a tree.
 
     Every regular file has either ``chunks`` (all addresses on ``devices``), or at most
@@ -92,15 +92,17 @@ def write_image(root: Directory, devices: Sequence[Device], out: BinaryIO) -> Im
         root: the tree; it is left as it is.
         devices: the packs, in the order of the device table.
         out: an empty file, seekable, open for reading and writing. After an error it holds no valid image.
+        appended: blocks of file data that the caller puts behind the image, in the same file. An address on device 0
+            counts from their start.
 
     Raises:
         LimitError: EROFS can't hold it; before anything is written.
         MalformedError: the tree contradicts itself, or a file's data doesn't fit its size.
         UnsupportedError: an xattr that EROFS has no place for.
     """
-    plan = place(root, devices)
+    plan = place(root, devices, appended)
     with os_errors("write the metadata image"):
-        return _Writer(plan, devices, out).write(root)
+        return _Writer(plan, devices, out, appended).write(root)
 
 
 class _Area:
@@ -144,8 +146,9 @@ class _Area:
 
 
 class _Writer:
-    def __init__(self, plan: Placement, devices: Sequence[Device], out: BinaryIO) -> None:
+    def __init__(self, plan: Placement, devices: Sequence[Device], out: BinaryIO, appended: int) -> None:
         self._plan = plan
+        self._appended = appended
         self._devices = devices
         self._out = out
         self._data_block = round_up(plan.end, BLOCK_SIZE) // BLOCK_SIZE
@@ -186,7 +189,7 @@ class _Writer:
                 self._write_inode(inode, nid, next(numbers), Trail(here.trail, name))
 
     def _write_device_table(self) -> None:
-        starts = accumulate((device.blocks for device in self._devices), initial=self._blocks)
+        starts = accumulate((device.blocks for device in self._devices), initial=self._blocks + self._appended)
         self._inodes.put(
             self._plan.table,
             b"".join(
@@ -246,7 +249,9 @@ class _Writer:
             elif shape.indexes:
                 assert isinstance(inode.chunks, Chunked)
                 union = EROFS_CHUNK_FORMAT_INDEXES | inode.chunks.bits
-                data = bytes(-(INODE_SIZE + len(body)) % CHUNK_INDEX_SIZE) + _indexes(inode.chunks.addresses)
+                data = bytes(-(INODE_SIZE + len(body)) % CHUNK_INDEX_SIZE) + _indexes(
+                    inode.chunks.addresses, self._blocks
+                )
         elif isinstance(inode, Symlink):
             if shape.tail:
                 union = EROFS_NULL_ADDR
@@ -285,7 +290,7 @@ class _Writer:
             inos=len(self._plan.nids),
             epoch=0,
             fixed_nsec=0,
-            blocks=self._blocks,
+            blocks=self._blocks + self._appended,
             meta_blkaddr=0,
             xattr_blkaddr=0,
             uuid=uuid.bytes,
@@ -355,9 +360,15 @@ def _uuid(content: bytes) -> UUID:
     return UUID(bytes=bytes(raw))
 
 
-def _indexes(addresses: array[int]) -> bytes:
+def _indexes(addresses: array[int], appended_at: int) -> bytes:
+    """Indexes of a file; what is on device 0 is behind the image, which ends at block ``appended_at``."""
     pack = ChunkIndex.STRUCT.pack
-    return b"".join(_HOLE_INDEX if where == HOLE else pack(0, where >> 32, where & 0xFFFF_FFFF) for where in addresses)
+    return b"".join(
+        _HOLE_INDEX
+        if where == HOLE
+        else pack(0, where >> 32, (where & 0xFFFF_FFFF) + (0 if where >> 32 else appended_at))
+        for where in addresses
+    )
 
 
 def _content(file: File, trail: Trail) -> bytes:
