@@ -39,6 +39,9 @@ Modules, from the kernel upwards:
 `privilege`    the one line for those who aren't root
 `probe`        what this kernel and machine can do, for `doctor`
 `images`       images and stacks as a node finds them in stores
+`recording`    recorders: processes that see what one sandbox reads
+`recorded`     sandboxes on mounts of their own, whose reads are recorded
+`planned`      what is fetched ahead for sandboxes, by plans; `errands` are the threads that look for those
 `node`         a root directory: a cache and sandboxes
 `lazy`         data that come when they are read: the processes of a node
 `service`      the node service: who asks for sandboxes, and how

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from layerstore.compose import plan_stack
 from layerstore.digest import Digest
+from layerstore.errors import about
 from layerstore.image import Layer, find_target, parse_image, read_document
 from layerstore.oci.config import ImageConfig
 from layerstore.oci.descriptor import Descriptor
@@ -126,7 +127,9 @@ class Images:
 
 def _single(store: Store, names: tuple[tuple[str, str, Digest], ...], target: Descriptor) -> NodeImage:
     name = names[0][1]
-    image = parse_image(read_document(store, target, f"manifest of {name!r}"))
+    data = read_document(store, target, f"manifest of {name!r}")
+    with about(repr(name)):
+        image = parse_image(data)
     what = f"config of {name!r}"
     return NodeImage(names, image.layers, ImageConfig.parse(read_document(store, image.config, what), what), store)
 

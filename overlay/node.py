@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from layerstore.cache.cache import Cache
 from layerstore.cache.packs import CachedPack
@@ -20,12 +21,16 @@ from layerstore.progress import SILENT, Progress
 from layerstore.store.opening import Stores
 from overlay.holders import Holder, holders_by_device
 from overlay.images import Images, NodeImage
-from overlay.layerkey import join_key, known_key
+from overlay.layerkey import is_recorded, join_key, known_key, plain_key, plain_variant
 from overlay.layers import Leftover, MountableLayer
 from overlay.lazy.guards import Guards
+from overlay.planned import AUTO, NONE, PlannedStart, PlannedStarts
 from overlay.ready import DIRECT, ReadyLayers, Way
+from overlay.recorded import Record, RecordedSandboxes
+from overlay.recording.recordings import RecordedTrace, Recording
 from overlay.sandbox import Removal, Sandbox, Sandboxes, new_id
 from prefetch.fetcher import Fetched, Fetcher
+from prefetch.plans.replay import Replay, ReplayStats
 from prefetch.readahead import ReadAhead
 from prefetch.statistics import UNOBSERVED, Observer
 
@@ -45,14 +50,36 @@ class Demanded:
 
 @dataclass
 class _Standing:
-    """What a sandbox that is mounted holds: layers, by key; and the st_dev of its root file system."""
+    """What a sandbox that is mounted holds: layers, by plain key; what is fetched ahead; st_dev of its file system."""
 
     keys: list[str] = field(default_factory=list)
     devices: set[int] = field(default_factory=set)
+    planned: PlannedStart | None = None
 
 
-Describe = Callable[[str, Way, Fetched], Mapping[str, object]]
-"""The receipt of a sandbox about to be made: its id, how its data are reached, and what was fetched for it."""
+@dataclass(frozen=True, slots=True)
+class Making:
+    """A sandbox about to be made.
+
+    Attributes:
+        id: its name.
+        way: how its data are reached.
+        fetched: what was fetched for it.
+        planned: what is fetched ahead for it; None: nothing is.
+        trace: name of the trace of what it reads; None: there is none.
+    """
+
+    id: str
+    way: Way
+    fetched: Fetched
+    planned: PlannedStart | None = None
+    trace: str | None = None
+
+
+RECORDER_LOST = "the recorder that it was read through ended: what it has not read yet can't be read"
+
+Describe = Callable[[Making], Mapping[str, object]]
+"""Makes the receipt."""
 
 
 class Node:
@@ -64,6 +91,7 @@ class Node:
         *,
         limit: int | None = None,
         threads: int = 8,
+        bandwidth: int | None = None,
         held: Mapping[str, tuple[int, int]] | None = None,
         observer: Observer = UNOBSERVED,
         warn: Callable[[str], None] = lambda text: None,
@@ -74,6 +102,7 @@ class Node:
             root: made where there is none.
             limit: bytes of the cache.
             threads: requests to stores at once.
+            bandwidth: bytes a second that plans may take from stores, all together.
             held: descriptors of packs that a process before this one had open: data and frame map, by hex.
             observer: is told what is fetched.
             warn: is told, in one line, what was found damaged and what became of it.
@@ -88,6 +117,8 @@ class Node:
         self.fetcher = Fetcher(self.stores.open, self._make_room, threads=threads, observer=observer, ahead=ReadAhead())
         self.sandboxes = Sandboxes(self.root)
         self.layers = ReadyLayers(self.cache, self.fetcher)
+        self.planned = PlannedStarts(self.root, self.fetcher, bandwidth=bandwidth, warn=warn)
+        self._recorded = RecordedSandboxes(self.root, self.cache, warn)
         self._renewing = threading.Lock()
         """Held around mounting a layer anew. Taken before ``_lock``."""
         self._lock = threading.Lock()
@@ -110,10 +141,31 @@ class Node:
         id: str | None = None,
         read_only: bool = False,
         scratch: int | None = None,
+        record: Record | None = None,
+        plan: str = AUTO,
+        wait_prefetch: bool = False,
         describe: Describe | None = None,
         progress: Progress = SILENT,
     ) -> Sandbox:
-        """Make a sandbox. See :meth:`Sandboxes.create` and :meth:`ReadyLayers.take` for what it raises."""
+        """Make a sandbox.
+
+        Args:
+            image: of which.
+            way: how its data are reached. Only what is loaded lazily is fetched ahead.
+            id: its name; None makes one up.
+            read_only: nothing can be written.
+            scratch: bytes that can.
+            record: what it reads; see :meth:`RecordedSandboxes.over`.
+            plan: what is fetched ahead: auto, none, or the name of a plan. A plan that can't be used is no error.
+            wait_prefetch: all of that is there before the sandbox is.
+            describe: makes its receipt.
+            progress: is told of what is fetched before it is there.
+
+        Raises:
+            NotFoundError: there is no plan of that name.
+            And what :meth:`Sandboxes.create`, :meth:`ReadyLayers.take` and recording raise.
+        """
+        self.planned.check(plan)
         name = new_id() if id is None else id
         fetched = Fetched()
         with self._held() as keys:
@@ -125,21 +177,61 @@ class Node:
                 self._renew(ready)
                 mountable.append(ready)
                 fetched += cost
-            sandbox = self.sandboxes.create(
-                mountable,
-                image=image.identity,
-                mode=way.mode,
-                id=name,
-                read_only=read_only,
-                scratch=scratch,
-                receipt={"backend": way.backend, "why": way.why} if describe is None else describe(name, way, fetched),
-            )
-            self._stand(sandbox, keys)
+            planned = self._begin(image, way, keys, plan)
+            sandbox: Sandbox | None = None
+            try:
+                if wait_prefetch and planned is not None:
+                    planned.wait(progress)
+                with self._recording(name, record, mountable, image.identity, way) as (over, trace):
+                    making = Making(name, way, fetched, planned, trace)
+                    sandbox = self.sandboxes.create(
+                        over,
+                        image=image.identity,
+                        mode=way.mode,
+                        id=name,
+                        read_only=read_only,
+                        scratch=scratch,
+                        receipt=_receipt(way) if describe is None else describe(making),
+                    )
+            except BaseException:
+                if sandbox is not None:  # it stands, and nothing of it is recorded
+                    self.sandboxes.remove(name)
+                if planned is not None:
+                    self.planned.end(planned)
+                raise
+            self._stand(sandbox, keys, planned)
         return sandbox
 
-    def down(self, id: str) -> Removal:
-        """Remove a sandbox. See :meth:`Sandboxes.remove`."""
+    def _begin(self, image: NodeImage, way: Way, keys: Sequence[str], plan: str) -> PlannedStart | None:
+        if way.guards is None or plan == NONE:
+            return None  # its data are all here, or never come here
+        packs = [pack for key in keys for pack in self.layers.packs(key)]
+        return self.planned.begin(plan, [layer.metadata for layer in image.layers], packs, image.store)
+
+    @contextmanager
+    def _recording(
+        self,
+        id: str,
+        record: Record | None,
+        layers: list[MountableLayer],
+        image: Mapping[str, object],
+        way: Way,
+    ) -> Iterator[tuple[list[MountableLayer], str | None]]:
+        """What a new sandbox is mounted over in the block, and the name of its trace."""
+        if record is None:
+            yield layers, None
+            return
+        self.sandboxes.check_free(id)  # else it would be that one's recording that is in the way
+        with self._recorded.over(id, record, layers, image=image, mode=way.mode, backend=way.backend) as (over, made):
+            yield over, made.name
+
+    def down(self, id: str, *, failed: bool = False) -> Removal:
+        """Remove a sandbox; see :meth:`Sandboxes.remove`. ``failed``: it wasn't made as asked for: keep no trace."""
         removal = self.sandboxes.remove(id)
+        if failed:
+            self._recorded.discard(id)
+        elif removal.existed:  # else one may be about to be made whose reads are recorded already
+            removal = replace(removal, trace=self._recorded.ended(id, unmounted=not removal.holders))
         with self._lock:
             self._demanded.pop(id, None)
             if removal.holders and id in self._standing:
@@ -156,12 +248,94 @@ class Node:
             self._detached.intersection_update(found)
         return [holder for holders in found.values() for holder in holders]
 
-    def _stand(self, sandbox: Sandbox, keys: list[str]) -> None:
+    # --- traces
+
+    def record(self, id: str, record: Record) -> Recording:
+        """Record what a sandbox reads from now on; it is mounted anew for that.
+
+        Raises:
+            NotFoundError: no such sandbox.
+            ConflictError: somebody is in it, it isn't mounted, it is being recorded, or there is a trace of this name.
+            UnavailableError: what it reads can't be seen. Or it can't be mounted again: then it isn't any more.
+        """
+        sandbox = self.sandboxes.get(id)
+        with self._lock:
+            standing = id in self._standing
+        if not standing or not sandbox.stands:
+            raise ConflictError(f"sandbox {id} is not mounted as it should be, so that nothing of it can be recorded")
+        if any(recording.id == id for recording in self.recordings()):
+            raise ConflictError(f"sandbox {id} is recorded already; `imgtool trace stop {id}` ends that")
+        self._refuse_busy(id)
+        with self._held() as keys:
+            layers = []
+            for key in map(plain_key, sandbox.state.mounts):
+                layers.append(self.layers.retake(key, None))  # it is held, so nothing is asked of guards
+                keys.append(key)
+            try:
+                self.sandboxes.suspend(id)
+            except ConflictError:
+                self._refuse_busy(id)
+                raise
+            try:
+                self._recorded.release(id)
+                return self._resume_recorded(sandbox, record, layers)
+            except BaseException:
+                self.sandboxes.suspend(id)  # it may stand over what is recorded no more
+                self.sandboxes.resume(id, layers)
+                raise
+            finally:
+                self._locate(sandbox)
+
+    def _resume_recorded(self, sandbox: Sandbox, record: Record, layers: list[MountableLayer]) -> Recording:
+        state = sandbox.state
+        backend = str(state.receipt.get("backend", ""))
+        with self._recorded.over(sandbox.id, record, layers, image=state.image, mode=state.mode, backend=backend) as (
+            over,
+            recording,
+        ):
+            self.sandboxes.resume(sandbox.id, over)
+            return recording
+
+    def _refuse_busy(self, id: str) -> None:
+        """Raises ConflictError: somebody is in it."""
+        holders = self.sandboxes.busy([id]).get(id)
+        if holders:
+            who = ", ".join(map(str, holders[:5]))
+            raise ConflictError(
+                f"sandbox {id} is in use by {who}, and recording mounts it anew; "
+                "stop them, or record from the start with `imgtool up --record`"
+            )
+
+    def stop_trace(self, id: str) -> RecordedTrace:
+        """End the trace of a sandbox, which goes on.
+
+        Raises:
+            NotFoundError: it is not being recorded.
+        """
+        return self._recorded.stop(id)
+
+    def recordings(self) -> list[Recording]:
+        """Those that go on."""
+        return self._recorded.active()
+
+    def end_recordings(self) -> list[str]:
+        """End all traces; the names of the sandboxes. Those that need their recorder have to be unmounted before."""
+        found = self.recordings()
+        return [recording.id for recording in found if self._recorded.ended(recording.id, unmounted=False) is not None]
+
+    # --- what stands
+
+    def _stand(self, sandbox: Sandbox, keys: list[str], planned: PlannedStart | None = None) -> None:
         """The sandbox holds the layers of ``keys``, which it empties, until it falls. Perhaps it has fallen already."""
         with self._lock:
             standing = self._standing.setdefault(sandbox.id, _Standing())
             standing.keys += keys
+            standing.planned = planned
             keys.clear()
+        self._locate(sandbox)
+
+    def _locate(self, sandbox: Sandbox) -> None:
+        """Note where it is mounted, so that its readers can be told."""
         try:
             device = os.stat(sandbox.rootfs).st_dev
             gone = device == os.stat(sandbox.directory).st_dev
@@ -173,7 +347,13 @@ class Node:
             self._fall(sandbox.id)
             return
         with self._lock:
-            standing.devices.add(device)
+            standing = self._standing.get(sandbox.id)
+            if standing is None:
+                return
+            for other in standing.devices - {device}:
+                if self._by_device.get(other) == sandbox.id:
+                    del self._by_device[other]
+            standing.devices = {device}
             self._by_device[device] = sandbox.id
 
     def _fall(self, id: str) -> None:
@@ -183,6 +363,8 @@ class Node:
             for device in standing.devices:
                 if self._by_device.get(device) == id:
                     del self._by_device[device]
+        if standing.planned is not None:
+            self.planned.end(standing.planned)  # before its packs may be evicted
         for key in standing.keys:
             self.layers.give_back(key)
 
@@ -205,7 +387,7 @@ class Node:
         share its mounts.
 
         Args:
-            guards: by variant of mounts: ``""``, and that of the FUSE server that runs.
+            guards: by plain variant of mounts: ``""``, and that of the FUSE server that runs.
             held: packs, by hex, that somebody answered for all the time.
 
         Returns:
@@ -214,17 +396,23 @@ class Node:
         troubled: dict[str, str] = {}
         suspect: dict[str, str] = {}
         unwatched, unknown = self._unwatched(held)
-        with self._lock:
-            self._doubtful = unwatched | unknown
+        with self._lock:  # to a mount that is recorded nobody new comes
+            self._doubtful = {key for key in unwatched | unknown if not is_recorded(key)}
         if not held:  # neither do we know that anybody answered
             unwatched |= unknown
-        for sandbox in self.sandboxes.list():
+        found = self.sandboxes.list()
+        for sandbox in found:
             try:
                 if sandbox.stands and not unwatched.isdisjoint(sandbox.state.mounts):
                     suspect[sandbox.id] = f"nobody answered for data that had not been fetched, until {_now()}"
                 self._take_again(sandbox, guards)
             except ImgtoolError as error:
                 troubled[sandbox.id] = str(error)
+        ids = {sandbox.id for sandbox in found}
+        for recording in self.recordings():
+            if recording.id not in ids:
+                # It went, or was never made, while we were gone; perhaps somebody is in it still.
+                self._recorded.ended(recording.id, unmounted=False)
         return troubled, suspect
 
     def _unwatched(self, held: Collection[str]) -> tuple[set[str], set[str]]:
@@ -235,7 +423,7 @@ class Node:
         unwatched, unknown = set(), set()
         for key in self.sandboxes.layers.mounted():
             digest, variant = known_key(key)
-            if variant:
+            if plain_variant(variant):
                 continue  # a FUSE server answers, or there are errors; in a store nothing is missing
             try:
                 if any(hex not in held for hex in self.layers.missing(digest)):
@@ -261,17 +449,20 @@ class Node:
     def _take_again(self, sandbox: Sandbox, guards: Mapping[str, Guards]) -> None:
         """Hold its layers, and mount it if it isn't."""
         stands = sandbox.stands
+        if stands and not self._recorded.adopt(sandbox.id, sandbox.state.mounts):
+            raise UnavailableError(RECORDER_LOST)
         with self._held() as keys:
             layers = []
             for key in sandbox.state.mounts:
-                digest, variant = known_key(key)
+                plain = plain_key(key)
+                digest, variant = known_key(plain)
                 watching = guards.get(variant)
                 if not stands:
-                    key, watching = self._mountable_again(digest, variant, guards)
+                    plain, watching = self._mountable_again(digest, variant, guards)
                 elif watching is None and variant not in ("", DIRECT):
                     raise UnavailableError("its FUSE server ended: data that weren't there by then can't be read")
-                layers.append(self.layers.retake(key, watching))
-                keys.append(key)
+                layers.append(self.layers.retake(plain, watching))
+                keys.append(plain)
                 self._renew(layers[-1])
             if not stands:
                 self.sandboxes.resume(sandbox.id, layers)
@@ -279,6 +470,8 @@ class Node:
 
     def _mountable_again(self, digest: str, variant: str, guards: Mapping[str, Guards]) -> tuple[str, Guards | None]:
         """How to mount a layer that isn't: as it was, or, where that isn't to be had any more, in another way.
+
+        Never recorded: its recording ended when it was unmounted, or with who knew of it.
 
         Raises:
             UnavailableError: nobody would answer for data that are missing.
@@ -316,6 +509,7 @@ class Node:
                 continue
             with self._lock:
                 self._suspended.append(sandbox)
+            self._recorded.ended(sandbox.id, unmounted=True)
             self._fall(sandbox.id)
         return busy
 
@@ -349,11 +543,22 @@ class Node:
                 demanded.bytes += sum(pack.index.raw_range(number)[1] for number in frames)
             else:
                 demanded.failed += len(frames)
+        self._recorded.waited(id, seconds)
         return id
 
     def demanded(self, id: str) -> Demanded:
         with self._lock:
             return replace(self._demanded.get(id, Demanded()))
+
+    def is_served(self, sandbox: Sandbox) -> bool:
+        """Whether the recorder that it is read through is there; True where there is none."""
+        return self._recorded.adopt(sandbox.id, sandbox.state.mounts)
+
+    def prefetched(self, id: str, known: dict[Replay, ReplayStats] | None = None) -> dict[str, Any] | None:
+        """What was fetched ahead for a sandbox, see :meth:`PlannedStart.document`; None: nothing by this process."""
+        with self._lock:
+            standing = self._standing.get(id)
+        return None if standing is None or standing.planned is None else standing.planned.document(known)
 
     def _sandbox_of(self, pid: int) -> str | None:
         """By the file system that is the process's root, or holds its working directory."""
@@ -365,13 +570,15 @@ class Node:
             id = self._by_device.get(device)
             if id is not None:
                 return id
-        return None
+        return self._recorded.reader(pid)
 
     # --- the end
 
     def close(self, *, clean: bool = True) -> None:
         """Stop fetching, make what was fetched durable, and let the root go."""
+        self.planned.close()
         self.fetcher.close()
+        self._recorded.close()
         self.cache.close(clean=clean)
         self.stores.close()
 
@@ -393,6 +600,10 @@ class Node:
         finally:
             for key in keys:
                 self.layers.give_back(key)
+
+
+def _receipt(way: Way) -> Mapping[str, object]:
+    return {"backend": way.backend, "why": way.why}
 
 
 def _now() -> str:

@@ -2,6 +2,8 @@
 
 A layer is held once for each sandbox that stands on it. The first to come makes it ready and the others wait for that,
 but not for data: who fetches everything does so on his own. With the last, its packs may be evicted again.
+
+Keys here are plain ones (:mod:`overlay.layerkey`): a mount whose reads are recorded needs what one without that needs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from layerstore.image import Layer
 from layerstore.progress import SILENT, Progress
 from layerstore.store.protocol import Store
 from overlay.direct import raw_devices
-from overlay.layerkey import join_key, known_key
+from overlay.layerkey import join_key, known_key, plain_key, recorder_in_path
 from overlay.layers import MountableLayer
 from overlay.lazy.guards import Guards
 from prefetch.fetcher import Fetched, Fetcher
@@ -183,6 +185,11 @@ class ReadyLayers:
                 )
             pack.sync()
 
+    def packs(self, key: str) -> tuple[CachedPack, ...]:
+        """Of a layer that is held, in the order of its devices; none where its data are not the cache's."""
+        with self._lock:
+            return self._holds[key].packs
+
     def missing(self, digest: str) -> list[str]:
         """The packs, by hex, of which the cache lacks something that the layer refers to."""
         found = []
@@ -210,10 +217,12 @@ class ReadyLayers:
             finally:
                 self._cache.release(hold.name)
 
-    def needs_answers(self, keys: Sequence[str]) -> bool:
-        """Whether one of these layers may be mounted over data that are missing, or reads through a server."""
+    def needs_answers(self, mounts: Sequence[str]) -> bool:
+        """Whether one of these mounts, by key, may be over data that are missing, or reads through a server."""
+        if any(map(recorder_in_path, mounts)):
+            return True
         with self._lock:
-            holds = [(key, self._holds.get(key)) for key in keys]
+            holds = [(key, self._holds.get(key)) for key in map(plain_key, mounts)]
         return any(
             hold.guards is not None and hold.guards.needs(hold.packs)
             if hold is not None

@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from layerstore.errors import (
     ConflictError,
@@ -51,6 +52,9 @@ from overlay.mountapi import MNT_DETACH, umount
 from overlay.overlayfs import check_filesystem, mount_overlay
 from overlay.privilege import require_root
 from overlay.scratch import create_scratch, remove_scratch, stray_loops, unmount_all
+
+if TYPE_CHECKING:
+    from overlay.recording.recordings import RecordedTrace
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -111,12 +115,14 @@ class Removal:
         stopped: runs that were killed.
         holders: processes that still used its files, so that the mount was detached instead of unmounted: it and
             the disk space go when they end.
+        trace: of what it read, that ended with it.
     """
 
     id: str
     existed: bool
     stopped: tuple[str, ...] = ()
     holders: tuple[Holder, ...] = ()
+    trace: RecordedTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +359,11 @@ class Sandboxes:
         if state.id != id:
             raise MalformedError(f"state of sandbox {id} is that of {printable(state.id)}")
         return Sandbox(state, directory)
+
+    def check_free(self, id: str) -> None:
+        """Raises UsageError: a bad id; ConflictError: it is taken at this moment."""
+        if self._exists(_checked(id)):
+            raise ConflictError(f"sandbox {id} exists; remove it or choose another id")
 
     def stands(self, sandbox: Sandbox) -> bool:
         """Whether its root filesystem is mounted now."""

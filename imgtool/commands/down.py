@@ -9,7 +9,7 @@ import click
 
 from imgtool import render, service_start
 from imgtool.options import examples, json_option, root_option, root_path
-from layerstore.errors import UsageError
+from layerstore.errors import UsageError, printable
 from overlay.privilege import require_root
 from overlay.service.answers import LeftoverInfo, RemovalInfo
 from overlay.service.client import Client
@@ -50,7 +50,12 @@ def command(ids: tuple[str, ...], everything: bool, leftovers_only: bool, root: 
         render.print_json(
             {
                 "removed": [
-                    {"id": removal.id, "existed": removal.existed, "stopped": list(removal.stopped)}
+                    {
+                        "id": removal.id,
+                        "existed": removal.existed,
+                        "stopped": list(removal.stopped),
+                        "trace": removal.raw.get("trace"),
+                    }
                     for removal in removals
                 ],
                 "leftovers": [{"kind": item.kind, "path": item.path, "action": item.action} for item in leftovers],
@@ -58,7 +63,8 @@ def command(ids: tuple[str, ...], everything: bool, leftovers_only: bool, root: 
         )
         return
     for removal in removals:
-        render.print_line(f"{removal.id} {'removed' if removal.existed else 'was gone already'}")
+        trace = "" if removal.trace is None else f", trace {printable(removal.trace.path)}"
+        render.print_line(f"{removal.id} {'removed' if removal.existed else 'was gone already'}{trace}")
     for item in leftovers:
         render.print_line(f"{item.kind} {item.path}: {item.action}")
     if leftovers_only and not leftovers:

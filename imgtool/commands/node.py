@@ -60,6 +60,12 @@ def command() -> None:
     "--threads", type=click.IntRange(1, 256), default=THREADS, show_default=True, help="Requests to stores at once."
 )
 @click.option(
+    "--prefetch-bandwidth",
+    type=SIZE,
+    metavar="RATE",
+    help="At most so many bytes a second for plans, as 20M [default: what readers leave].",
+)
+@click.option(
     "--log", default=STANDARD_ERROR, show_default=True, metavar="FILE", help="Where to log; - is standard error."
 )
 @click.option(
@@ -83,6 +89,7 @@ def run(
     limit: int | None,
     read_deadline: float,
     threads: int,
+    prefetch_bandwidth: int | None,
     log: str,
     log_format: LogFormat | None,
     log_level: LogLevel,
@@ -100,6 +107,7 @@ def run(
             limit=limit,
             read_deadline=read_deadline,
             threads=threads,
+            prefetch_bandwidth=prefetch_bandwidth,
             log=log,
             log_format=log_format or ("text" if to_terminal else "json"),
             log_level=log_level,
@@ -272,6 +280,11 @@ def _lines(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     fetch, events = status.get("fetch"), status.get("events")
     if fetch:
         lines += [("fetched", _fetched(fetch)), ("fetching", _fetching(fetch))]
+    prefetch, recordings = status.get("prefetch"), status.get("recordings")
+    if prefetch:
+        lines.append(("plans", _plans(prefetch)))
+    if recordings:
+        lines.append(("recording", ", ".join(f"{item['sandbox']} ({item['way']})" for item in recordings)))
     if events:
         lines.append(("reads asked", ", ".join(f"{count} {name}" for name, count in events.items() if name != "packs")))
     return lines
@@ -285,6 +298,12 @@ def _fetched(fetch: Mapping[str, Any]) -> str:
         parts.append(f"{size} in {requests} requests {words}")
     waits, seconds = fetch.get("demand_waits", 0), fetch.get("demand_seconds", 0.0)
     return ", ".join(parts) + f"; {waits} reads waited {seconds:.3g} s, all together"
+
+
+def _plans(prefetch: Mapping[str, Any]) -> str:
+    parts = [f"{prefetch.get('replays', 0)} under way, {render.size(prefetch.get('raw', 0))} brought"]
+    parts += [f"{count} {name}" for name, count in prefetch.get("problems", {}).items() if count]
+    return ", ".join(parts)
 
 
 def _fetching(fetch: Mapping[str, Any]) -> str:

@@ -27,7 +27,8 @@ def command(wide: bool, root: str | None, as_json: bool) -> None:
     """List the sandboxes of this node.
 
     LATE is what a sandbox read before it was on the node, and WAITED how long its readers waited for that, all
-    together. Starts no service.
+    together. PREFETCH is how many frames of its plan are here, and how many were read of those fetched for it. Starts
+    no service.
     """
     client = service_start.running(root_path(root))
     if client is None:
@@ -38,7 +39,7 @@ def command(wide: bool, root: str | None, as_json: bool) -> None:
     if as_json:
         render.print_json(listed)
         return
-    headings = ["ID", "IMAGE", "MODE", "BACKEND", "STATE", "AGE", "LATE", "WAITED", "ROOTFS"]
+    headings = ["ID", "IMAGE", "MODE", "BACKEND", "STATE", "AGE", "LATE", "WAITED", "PREFETCH", "ROOTFS"]
     render.print_table(
         [*headings, "WHY"] if wide else headings,
         [[*_row(sandbox), str(sandbox["why"])] if wide else _row(sandbox) for sandbox in listed],
@@ -60,8 +61,21 @@ def _row(sandbox: Mapping[str, Any]) -> list[str]:
         render.span(max(0, time.time() - sandbox["created"])),
         render.size(demand.get("bytes", 0)) if demand.get("frames") else "-",
         f"{demand['waited']:.3g} s" if demand.get("waited") else "-",
+        _prefetched(sandbox.get("prefetch") or {}),
         sandbox["rootfs"],
     ]
+
+
+def _prefetched(prefetch: Mapping[str, Any]) -> str:
+    """Such as ``182/190, 97 % used``: frames of the plan that are here, of all; how many were read of those fetched."""
+    planned = prefetch.get("planned", 0)
+    if not planned:
+        return "looking" if prefetch.get("state") == "looking" else "-"
+    brought = prefetch["brought"]
+    here = brought + prefetch["present"]
+    used = f", {100 * (prefetch['used'] + prefetch['late']) // brought} % used" if brought else ""
+    failed = f", {prefetch['failed']} failed" if prefetch["failed"] else ""
+    return f"{here}/{planned}{used}{failed}"
 
 
 def _state(condition: str) -> str:
@@ -86,6 +100,8 @@ def _without_service(root: str) -> list[dict[str, Any]]:
             "why": receipt.get("why", ""),
             "condition": "not mounted" if not mounted else _NOT_SERVED if unserved else "ok",
             "demand": None,
+            "trace": None,
+            "prefetch": None,
         }
 
     return [document(sandbox) for sandbox in Sandboxes(root).list()]

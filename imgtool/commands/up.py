@@ -7,7 +7,16 @@ import sys
 import click
 
 from imgtool import progress, render, service_start
-from imgtool.options import document_of, examples, json_option, root_path, store_option, store_path
+from imgtool.options import (
+    document_of,
+    examples,
+    json_option,
+    prefetch_fields,
+    prefetch_options,
+    root_path,
+    store_option,
+    store_path,
+)
 from imgtool.quantity import DURATION, SIZE
 from layerstore.errors import UsageError, os_errors, printable
 from overlay.privilege import require_root
@@ -22,6 +31,8 @@ from overlay.service.request import BACKENDS, MAX_COUNT, MODES, SandboxRequest
         "imgtool up repo-env",
         "imgtool up repo-env --json | jq -r .rootfs",
         "imgtool up repo-env --mode lazy --count 50 --ttl 1h",
+        "imgtool up repo-env --record --trace monday",
+        "imgtool up repo-env --plan tests --wait-prefetch",
         "imgtool up repo-env --scratch 2G --bundle ./bundle && runc run -b ./bundle box",
         "imgtool up -f sandbox.yaml",
         "generate | imgtool up -f - --id box",
@@ -37,6 +48,7 @@ from overlay.service.request import BACKENDS, MAX_COUNT, MODES, SandboxRequest
 @click.option("--scratch", type=SIZE, metavar="SIZE", help="At most so many bytes can be written in it (10G, 512M).")
 @click.option("--ttl", type=DURATION, metavar="TIME", help="Remove it after so long (90s, 30m, 1h30m, 2d).")
 @click.option("--bundle", metavar="DIR", help="Also write an OCI runtime bundle there, for runc run and crun run.")
+@prefetch_options
 @store_option
 @json_option
 def command(
@@ -50,6 +62,10 @@ def command(
     scratch: int | None,
     ttl: float | None,
     bundle: str | None,
+    record: bool,
+    trace: str | None,
+    plan: str | None,
+    wait_prefetch: bool,
     store: str | None,
     root: str | None,
     as_json: bool,
@@ -70,6 +86,7 @@ def command(
         "read_only": read_only or None,
         "scratch": scratch,
         "ttl": ttl,
+        **prefetch_fields(record, trace, plan, wait_prefetch),
     }
     asked = {key: value for key, value in asked.items() if value is not None}
     if name is not None:

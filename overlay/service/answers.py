@@ -119,6 +119,8 @@ class SandboxInfo:
         scratch: bytes that can; None: what the node has.
         upper: where writes go; None when read-only.
         created: seconds since 1970.
+        trace: name of the trace that is being recorded of it; None: none is.
+        prefetch: what a plan brings for it, see docs/api.md; None: nothing is fetched ahead by plan.
         raw: the whole answer.
     """
 
@@ -136,6 +138,8 @@ class SandboxInfo:
     scratch: int | None
     upper: str | None
     created: int
+    trace: str | None
+    prefetch: Document | None
     raw: Document
 
     @classmethod
@@ -156,6 +160,8 @@ class SandboxInfo:
             scratch=take.optional("scratch", int),
             upper=take.optional("upper", str),
             created=take("created", int),
+            trace=take.optional("trace", str),
+            prefetch=take.optional("prefetch", dict),
             raw=take.document,
         )
 
@@ -170,6 +176,7 @@ class RemovalInfo:
         stopped: runs that were killed.
         holders: processes that still use its files, in words.
         raw: the whole answer.
+        trace: that has ended with it; None: it wasn't being recorded.
     """
 
     id: str
@@ -177,11 +184,80 @@ class RemovalInfo:
     stopped: tuple[str, ...]
     holders: tuple[str, ...]
     raw: Document
+    trace: TraceInfo | None = None
 
     @classmethod
     def from_json(cls, document: object) -> RemovalInfo:
         take = _Taken(document, "removal")
-        return cls(take("id", str), take("existed", bool), take.texts("stopped"), take.texts("holders"), take.document)
+        trace = take.optional("trace", dict)
+        return cls(
+            take("id", str),
+            take("existed", bool),
+            take.texts("stopped"),
+            take.texts("holders"),
+            take.document,
+            None if trace is None else TraceInfo.from_json(trace),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingInfo:
+    """A trace that is being recorded.
+
+    Attributes:
+        sandbox: whose reads it has.
+        name: of the trace.
+        way: how they are seen: events of the kernel, or passthrough of a server that is read through.
+        path: where it is written, until it ends.
+        raw: the whole answer.
+    """
+
+    sandbox: str
+    name: str
+    way: str
+    path: str
+    raw: Document
+
+    @classmethod
+    def from_json(cls, document: object) -> RecordingInfo:
+        take = _Taken(document, "recording")
+        return cls(take("sandbox", str), take("name", str), take("way", str), take("path", str), take.document)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceInfo:
+    """A trace that has ended.
+
+    Attributes:
+        sandbox: whose reads it has.
+        name: of the trace.
+        path: of its file.
+        accesses: ranges that were read.
+        bytes: of these, each counted once.
+        complete: False where its recorder ended before.
+        raw: the whole answer.
+    """
+
+    sandbox: str
+    name: str
+    path: str
+    accesses: int
+    bytes: int
+    complete: bool
+    raw: Document
+
+    @classmethod
+    def from_json(cls, document: object) -> TraceInfo:
+        take = _Taken(document, "trace")
+        return cls(
+            sandbox=take("sandbox", str),
+            name=take("name", str),
+            path=take("path", str),
+            accesses=take("accesses", int),
+            bytes=take("bytes", int),
+            complete=take("complete", bool),
+            raw=take.document,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,11 @@ from overlay.service.answers import (
     LeftoverInfo,
     NodeStatus,
     PinInfo,
+    RecordingInfo,
     RemovalInfo,
     SandboxInfo,
     StopInfo,
+    TraceInfo,
     list_of,
     whole,
 )
@@ -135,6 +137,26 @@ class Client:
     def evict(self, wanted: int) -> int:
         """Free ``wanted`` bytes of the cache, as far as nobody uses them; how many were freed."""
         return whole(self._call("POST", "/cache/evict", {"bytes": wanted}), "freed")
+
+    def traces(self) -> list[RecordingInfo]:
+        """The traces that are being recorded."""
+        return list_of(self._get("/traces"), "traces", RecordingInfo.from_json)
+
+    def start_trace(self, id: str, name: str | None = None) -> RecordingInfo:
+        """Record what sandbox ``id`` reads from now on; ``name`` is the trace's, by default that of the sandbox.
+
+        Raises:
+            ConflictError: somebody is in the sandbox, or it is recorded already, or there is a trace of this name.
+        """
+        return RecordingInfo.from_json(self._call("POST", "/traces", {"sandbox": id, "name": name}))
+
+    def stop_trace(self, id: str) -> TraceInfo:
+        """End the trace of sandbox ``id``.
+
+        Raises:
+            NotFoundError: it is not being recorded.
+        """
+        return TraceInfo.from_json(self._call("DELETE", f"/traces/{_part(id)}"))
 
     def stop(self, *, force: bool = False) -> StopInfo:
         """Stop the service: it unmounts, answers, and ends.

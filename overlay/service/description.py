@@ -103,6 +103,7 @@ def _described(document: Mapping[str, Any], what: str) -> Description:
     layers = {"base": image} if isinstance(image, str) else image
     toolkit = layers.get("toolkit", [])
     resources, lifecycle = document.get("resources", {}), document.get("lifecycle", {})
+    prefetch = document.get("prefetch", {})
     fields: dict[str, object] = {
         "base": layers["base"],
         "workspace": layers.get("workspace"),
@@ -111,6 +112,9 @@ def _described(document: Mapping[str, Any], what: str) -> Description:
         "id": _either(document, "id", "name", what),
         "read_only": resources.get("read_only"),
         "ttl": _ttl(lifecycle, what),
+        "plan": prefetch.get("plan"),
+        "wait_prefetch": prefetch.get("wait"),
+        "record": _record(prefetch.get("record", False)),
     }
     fields |= {key: document.get(key) for key in ("isolation", "mode", "backend", "store", "count", "receipts")}
     if "scratch_gib" in resources:
@@ -134,6 +138,10 @@ def _either(section: Mapping[str, Any], one: str, other: str, what: str) -> Any:
     if one in section and other in section:
         raise UsageError(f"{what}: {one} and {other} are two words for one field; give one of them")
     return section.get(one, section.get(other))
+
+
+def _record(value: bool | str) -> Mapping[str, object] | None:
+    return None if value is False else {"name": None if value is True else value}
 
 
 def _ttl(lifecycle: Mapping[str, Any], what: str) -> float | None:
@@ -209,6 +217,7 @@ _PATTERNS = {
     "^/": "has to be an absolute path",
     "^(/|[A-Za-z][A-Za-z0-9+.-]*://)": "has to be an absolute path or a URL",
     "^([^/]+/)?v1$": "is not version v1, the one that this release reads",
+    "^[A-Za-z0-9][A-Za-z0-9._:-]*$": "is no name of a file: letters, digits and . _ - :, first a letter or digit",
     "^[a-z0-9][a-z0-9._-]{0,62}$": ("is no id: 1 to 63 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"),
 }
 

@@ -99,6 +99,10 @@ class Fields:
             raise self._wrong(key, value, "an object")
         return value
 
+    def optional_object(self, key: str) -> Mapping[str, object] | None:
+        """An object, with whatever in it."""
+        return None if self._document.get(key) is None else self.mapping(key)
+
     def items(self, key: str) -> list[object]:
         value = self._document.get(key)
         if value is None:

@@ -193,6 +193,15 @@ def _guarded(status: Status) -> Iterator[Value]:
         yield (backend,), float(state["guarded_packs"])
 
 
+def _recordings(status: Status) -> Iterator[Value]:
+    yield (), float(len(status["recordings"]))
+
+
+def _planned(status: Status) -> Iterator[Value]:
+    for outcome in ("brought", "present", "failed"):
+        yield (outcome,), float(status["prefetch"][outcome])
+
+
 def _build(status: Status) -> Iterator[Value]:
     yield (VERSION, str(FORMAT_VERSION)), 1.0
 
@@ -241,6 +250,8 @@ _GAUGES: _Rows = (
     ("fetch_queued_frames", "Frames that wait for a thread.", ("priority",), _queued),
     ("fetch_in_flight", "Reads from stores under way.", (), _one("fetch", "in_flight")),
     ("fetch_waiting", "Requests for frames that have not been answered.", (), _one("fetch", "waiting")),
+    ("prefetch_replays", "Replays of plans under way.", (), _one("prefetch", "replays")),
+    ("recordings", "Sandboxes whose reads are being recorded.", (), _recordings),
     ("events_pending", "Readers that the kernel keeps waiting for the keeper's answer.", (), _one("events", "pending")),
     ("resident_bytes", "Memory of each process, shared pages in every one.", ("process",), _resident),
 )
@@ -257,6 +268,12 @@ _COUNTERS: _Rows = (
     ("fetch_stalled", "Reads given up since the store didn't answer.", (), _one("fetch", "stalled")),
     ("fetch_coalesced_frames", "Frames that came with a neighbour's request.", (), _one("fetch", "coalesced")),
     ("fetch_verified_frames", "Frames that were there already, and right.", (), _one("fetch", "verified")),
+    ("prefetch_frames", "Frames of plans: fetched, there already, or not to be had.", ("outcome",), _planned),
+    ("prefetch_used_frames", "Of those fetched, read afterwards.", (), _one("prefetch", "used")),
+    ("prefetch_late_frames", "Of those fetched, waited for by a reader already.", (), _one("prefetch", "late")),
+    ("prefetch_bytes", "Bytes from stores for plans, as stored.", (), _one("prefetch", "compressed")),
+    ("prefetch_raw_bytes", "The same, decompressed.", (), _one("prefetch", "raw")),
+    ("plan_problems", "Plans that could not be used, or only in part.", ("kind",), _each("prefetch", "problems")),
     ("events", "Reads that the kernel asked the keeper about.", (), _one("events", "events")),
     ("events_allowed", "Of these, those that went on.", (), _one("events", "allowed")),
     ("events_waited", "Of these, those that had to wait for data.", (), _one("events", "waited")),

@@ -33,6 +33,7 @@ class NodeOptions:
         log: a file to append to, or "-" for standard error.
         log_format: one JSON object a line, or text.
         log_level: the least that is logged.
+        prefetch_bandwidth: bytes a second, as stored, that all plans together may take from stores; None: no bound.
         idle_exit: seconds without sandbox and request until the service ends itself; None: never.
         notify_socket: systemd's NOTIFY_SOCKET.
         watchdog: seconds within which systemd wants to hear of us.
@@ -45,6 +46,7 @@ class NodeOptions:
     log: str = STANDARD_ERROR
     log_format: LogFormat = "json"
     log_level: LogLevel = "info"
+    prefetch_bandwidth: int | None = None
     idle_exit: float | None = None
     notify_socket: str | None = None
     watchdog: float | None = None
@@ -68,6 +70,7 @@ class NodeOptions:
             log=fields.optional_text("log", limit=PATH_LIMIT) or STANDARD_ERROR,
             log_format=cast(LogFormat, fields.choice("log_format", LOG_FORMATS, "json")),
             log_level=cast(LogLevel, fields.choice("log_level", LOG_LEVELS, "info")),
+            prefetch_bandwidth=fields.whole("prefetch_bandwidth", None, least=1, most=1 << 62),
             idle_exit=fields.seconds("idle_exit", None, most=10 * 366 * 86_400.0),
             notify_socket=fields.optional_text("notify_socket", limit=PATH_LIMIT),
             watchdog=fields.seconds("watchdog", None, most=86_400.0),

@@ -169,6 +169,31 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanRecord:
+    """The plans that said what is fetched ahead, as they were known when the sandbox was made.
+
+    Attributes:
+        name: of the plan that was asked for; auto: the one for its layers.
+        plans: name and digest of each that was found. Those that a store was still asked for then are not among them.
+        planned_bytes: that they name, raw.
+        matched_bytes: of these, those that the sandbox's packs have.
+    """
+
+    name: str
+    plans: tuple[tuple[str, str], ...] = ()
+    planned_bytes: int = 0
+    matched_bytes: int = 0
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "plans": [{"name": name, "digest": digest} for name, digest in self.plans],
+            "planned_bytes": self.planned_bytes,
+            "matched_bytes": self.matched_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """How it ended. What isn't known is None.
 
@@ -178,6 +203,7 @@ class Ended:
         read: of its layers.
         wrote: into its upper; None too where it is read-only.
         exit_code: of the command that it was made for.
+        prefetch: what plans brought for it, as ``ps --json`` says it.
     """
 
     ended: str
@@ -185,6 +211,7 @@ class Ended:
     read: Read | None = None
     wrote: Written | None = None
     exit_code: int | None = None
+    prefetch: Mapping[str, object] | None = None
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -193,6 +220,7 @@ class Ended:
             "read": None if self.read is None else self.read.to_json(),
             "wrote": None if self.wrote is None else self.wrote.to_json(),
             "exit_code": self.exit_code,
+            "prefetch": None if self.prefetch is None else dict(self.prefetch),
         }
 
 
@@ -220,6 +248,8 @@ class Receipt:
         receipts: directory that gets a copy, or None.
         fetched_bytes: taken from the store before it stood, as stored.
         fetched_requests: in so many requests.
+        plan: what was fetched ahead by plan; None: nothing.
+        trace: name of the trace of what it read; None: it was made without one.
         carried: fields of its description that are not ours.
     """
 
@@ -242,6 +272,8 @@ class Receipt:
     receipts: str | None = None
     fetched_bytes: int = 0
     fetched_requests: int = 0
+    plan: PlanRecord | None = None
+    trace: str | None = None
     carried: Mapping[str, object] = field(default_factory=dict)
     end: Ended | None = None
 
@@ -252,10 +284,12 @@ class Receipt:
         read: Read | None = None,
         wrote: Written | None = None,
         exit_code: int | None = None,
+        prefetch: Mapping[str, object] | None = None,
         at: float | None = None,
     ) -> Receipt:
         """The receipt of the sandbox when it has ended, by default now."""
-        return replace(self, end=Ended(rfc3339(time.time() if at is None else at), str(reason), read, wrote, exit_code))
+        ended = rfc3339(time.time() if at is None else at)
+        return replace(self, end=Ended(ended, str(reason), read, wrote, exit_code, prefetch))
 
     def doubted(self, detail: str) -> Receipt:
         """The receipt of a sandbox that may have read zeros; ``detail`` says when and of what."""
@@ -288,6 +322,8 @@ class Receipt:
             "receipts": self.receipts,
             "fetched_bytes": self.fetched_bytes,
             "fetched_requests": self.fetched_requests,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "trace": self.trace,
             "kernel": self.host.kernel,
             "boot": self.host.boot,
             "imgtool": self.host.imgtool,
@@ -355,6 +391,8 @@ class Receipt:
             receipts=taken.optional("receipts", str),
             fetched_bytes=taken.whole("fetched_bytes"),
             fetched_requests=taken.whole("fetched_requests"),
+            plan=None if taken.optional("plan", dict) is None else _plan(taken.object("plan")),
+            trace=taken.optional("trace", str),
             carried=taken.value("carried", dict),
             end=None if taken.optional("end", dict) is None else _ended(taken.object("end")),
         )
@@ -408,7 +446,13 @@ def _ended(taken: _Taken) -> Ended:
         read=None if taken.optional("read", dict) is None else _read(taken.object("read")),
         wrote=None if taken.optional("wrote", dict) is None else _wrote(taken.object("wrote")),
         exit_code=taken.optional("exit_code", int),
+        prefetch=taken.optional("prefetch", dict),
     )
+
+
+def _plan(taken: _Taken) -> PlanRecord:
+    plans = tuple((item.text("name"), item.text("digest")) for item in taken.objects("plans"))
+    return PlanRecord(taken.text("name"), plans, taken.whole("planned_bytes"), taken.whole("matched_bytes"))
 
 
 def _read(taken: _Taken) -> Read:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
-from layerstore.errors import UsageError, printable
+from layerstore.errors import UsageError, about, printable
+from layerstore.store.names import check_name
 from overlay.service.fields import Fields
 
 Mode = Literal["auto", "eager", "lazy", "direct"]
@@ -35,6 +36,22 @@ MAX_SCRATCH = 1 << 44
 MAX_TTL = 10 * 366 * 86_400.0
 MAX_CARRIED = 64 << 10
 """Bytes, as JSON, of what is not ours: it goes into the receipt of every sandbox."""
+MAX_WORDS = 1024
+"""Of a command; and WORD_LIMIT characters of each: the header of a trace has it, for people."""
+WORD_LIMIT = 4096
+AUTO_PLAN, NO_PLAN = "auto", "none"
+"""What ``plan`` can be besides a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a sandbox reads is to be recorded.
+
+    Attributes:
+        name: of the trace; None: that of the sandbox.
+    """
+
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +75,10 @@ class SandboxRequest:
         receipts: an existing directory, absolute, that gets a copy of the receipt at the start and at the end.
         carried: fields that are other parts of a platform's business; kept in the receipt.
         force: take layers that were made over another base.
+        record: what it reads; None: that is not recorded.
+        command: what is going to run in it, for the header of its trace.
+        plan: which plan says what is fetched ahead: auto is the one for its layers, none is none, others are names.
+        wait_prefetch: the plan's data are all there before the sandbox is.
 
     Raises:
         UsageError: a field is out of its range, or two contradict each other.
@@ -78,6 +99,10 @@ class SandboxRequest:
     receipts: str | None = None
     carried: Mapping[str, object] = field(default_factory=dict)
     force: bool = False
+    record: Record | None = None
+    command: tuple[str, ...] = ()
+    plan: str = AUTO_PLAN
+    wait_prefetch: bool = False
 
     def __post_init__(self) -> None:
         checked = SandboxRequest._checked(Fields(self._fields(), "sandbox request", _FIELDS))
@@ -91,8 +116,20 @@ class SandboxRequest:
             return (self.id,) * self.count
         return tuple(f"{self.id}-{number}" for number in range(1, self.count + 1))
 
+    def traces(self) -> tuple[str | None, ...]:
+        """The name of the trace of each of the ``count`` sandboxes; None: that of the sandbox."""
+        name = None if self.record is None else self.record.name
+        if name is None or self.count == 1:
+            return (name,) * self.count
+        return tuple(f"{name}-{number}" for number in range(1, self.count + 1))
+
     def to_json(self) -> dict[str, object]:
-        return {**self._fields(), "toolkits": list(self.toolkits), "carried": dict(self.carried)}
+        return {
+            **self._fields(),
+            "toolkits": list(self.toolkits),
+            "carried": dict(self.carried),
+            "command": list(self.command),
+        }
 
     @classmethod
     def from_json(cls, document: object) -> SandboxRequest:
@@ -106,7 +143,9 @@ class SandboxRequest:
         return cls(**{"base": None, "store": None, **document})
 
     def _fields(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in _FIELDS}
+        """What it has, as JSON has it but for tuples."""
+        record = None if self.record is None else _as_document(self.record)
+        return {name: getattr(self, name) for name in _FIELDS} | {"record": record}
 
     @staticmethod
     def _checked(fields: Fields) -> dict[str, object]:
@@ -126,10 +165,25 @@ class SandboxRequest:
             "receipts": fields.optional_text("receipts", limit=PATH_LIMIT),
             "carried": fields.mapping("carried"),
             "force": fields.flag("force"),
+            "record": _record(fields),
+            "command": fields.texts("command", limit=WORD_LIMIT, count=MAX_WORDS),
+            "plan": fields.optional_text("plan", limit=NAME_LIMIT) or AUTO_PLAN,
+            "wait_prefetch": fields.flag("wait_prefetch"),
         }
 
 
 _FIELDS = tuple(SandboxRequest.__dataclass_fields__)
+
+
+def _record(fields: Fields) -> Record | None:
+    document = fields.optional_object("record")
+    if document is None:
+        return None
+    return Record(Fields(document, "sandbox request: record", ("name",)).optional_text("name", limit=NAME_LIMIT))
+
+
+def _as_document(record: object) -> object:
+    return {"name": record.name} if isinstance(record, Record) else record
 
 
 def _check_together(request: SandboxRequest) -> None:
@@ -145,6 +199,11 @@ def _check_together(request: SandboxRequest) -> None:
         raise UsageError(f"mode {request.mode} has no backend: {request.backend} is one of mode lazy")
     if request.read_only and request.scratch is not None:
         raise UsageError("a read-only sandbox takes no writes, so there is no scratch to bound")
+    for name in filter(None, request.traces()):
+        check_file(name, "trace")
+    check_file(request.plan, "plan")
+    if request.wait_prefetch and request.plan == NO_PLAN:
+        raise UsageError("without a plan nothing is fetched ahead that could be waited for")
     try:
         size = len(json.dumps(request.carried, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
@@ -165,3 +224,15 @@ def check_id(text: str) -> str:
             "and starts with a letter or digit"
         )
     return text
+
+
+def check_file(name: str, kind: str) -> str:
+    """The name itself of a trace or plan, which is a file's: a reference name without a slash.
+
+    Raises:
+        UsageError: it breaks the grammar.
+    """
+    with about(f"name of a {kind}"):
+        if "/" in name:
+            raise UsageError(f"{printable(name)!r} has a slash, and can't be a file's name")
+        return check_name(name)

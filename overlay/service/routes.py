@@ -19,7 +19,7 @@ from layerstore.progress import Progress
 from layerstore.store.names import check_name
 from overlay.service.fields import Fields
 from overlay.service.messages import JSON, PREFIX
-from overlay.service.request import PATH_LIMIT, SandboxRequest, check_id
+from overlay.service.request import NAME_LIMIT, PATH_LIMIT, SandboxRequest, check_file, check_id
 
 MAX_TARGET = 1024
 """Characters of path and query."""
@@ -54,6 +54,18 @@ class Service(Protocol):
     def unpin(self, name: str) -> None: ...
     def cache(self) -> Document: ...
     def evict(self, wanted: int) -> Document: ...
+    def traces(self) -> list[Document]:
+        """Those that are being recorded."""
+        ...
+
+    def start_trace(self, id: str, name: str | None) -> Document:
+        """Record what sandbox ``id`` reads from now on, which nobody may be in."""
+        ...
+
+    def stop_trace(self, id: str) -> Document:
+        """End the trace of sandbox ``id``."""
+        ...
+
     def stop(self, force: bool) -> Document:
         """Unmount everything and have the server shut down, which it does after this call has been answered."""
         ...
@@ -204,6 +216,14 @@ def _remove(service: Service, call: Call) -> Document:
     return service.remove([call.name], exit_code=exit_code)[0]
 
 
+def _start_trace(service: Service, call: Call) -> Document:
+    fields = Fields(call.body, "trace", ("sandbox", "name"))
+    name = fields.optional_text("name", limit=NAME_LIMIT)
+    return service.start_trace(
+        check_id(fields.text("sandbox", limit=63)), None if name is None else check_file(name, "trace")
+    )
+
+
 def _stop(service: Service, call: Call) -> Document:
     return service.stop(Fields(call.body, "stop", ("force",)).flag("force"))
 
@@ -227,6 +247,9 @@ ROUTES: tuple[Route, ...] = (
     Route("DELETE", f"{PREFIX}/pins/{{name}}", _unpin),
     Route("GET", f"{PREFIX}/cache", lambda service, call: service.cache()),
     Route("POST", f"{PREFIX}/cache/evict", _evict, body=True),
+    Route("GET", f"{PREFIX}/traces", lambda service, call: {"traces": service.traces()}),
+    Route("POST", f"{PREFIX}/traces", _start_trace, body=True),
+    Route("DELETE", f"{PREFIX}/traces/{{id}}", lambda service, call: service.stop_trace(call.name)),
     Route("POST", f"{PREFIX}/stop", _stop, body=True),
     Route("GET", "/metrics", lambda service, call: service.metrics(), media_type=METRICS_TYPE),
 )

@@ -25,20 +25,32 @@ from layerstore.progress import SILENT, Progress
 from layerstore.version import FORMAT_VERSION, VERSION
 from overlay.holders import Holder
 from overlay.images import Asked, NodeImage
-from overlay.layerkey import known_key
+from overlay.layerkey import known_key, plain_variant
 from overlay.lazy.guards import Guards
 from overlay.lazy.rendezvous import FUSE
-from overlay.node import Node
+from overlay.node import RECORDER_LOST, Making, Node
 from overlay.process import run_document
 from overlay.ready import DIRECT, Way
+from overlay.recorded import Record, part_of
+from overlay.recording.recordings import RecordedTrace, Recording
 from overlay.sandbox import Sandbox
 from overlay.service.metrics import Metrics
 from overlay.service.options import NodeOptions
-from overlay.service.receipt import Host, LayerRecord, Named, Read, Reason, Receipt, Verification, rfc3339
+from overlay.service.receipt import (
+    Host,
+    LayerRecord,
+    Named,
+    PlanRecord,
+    Read,
+    Reason,
+    Receipt,
+    Verification,
+    rfc3339,
+)
 from overlay.service.receipts import Receipts
 from overlay.service.request import SandboxRequest
 from overlay.service.written import written
-from prefetch.fetcher import Fetched
+from prefetch.plans.replay import Replay, ReplayStats
 
 _LOST = "its FUSE server ended: data that weren't there by then can't be read"
 _HOUSEKEEPING = 1.0
@@ -120,7 +132,7 @@ class Service:
     def _remember(self, sandbox: Sandbox, variants: Collection[str]) -> None:
         """Count a sandbox that was there before, and see what is special about it."""
         self._modes[sandbox.id] = sandbox.state.mode
-        if any(_is_fuse(key) and known_key(key)[1] not in variants for key in sandbox.state.mounts):
+        if any(_is_fuse(key) and plain_variant(known_key(key)[1]) not in variants for key in sandbox.state.mounts):
             self._troubles.setdefault(sandbox.id, _LOST)
         with self._logged(sandbox.id):
             receipt = _receipt_of(sandbox)
@@ -144,7 +156,8 @@ class Service:
             return
         guards.lost()
         for sandbox in self._node.sandboxes.list():
-            if any(_is_fuse(key) and known_key(key)[1] != guards.backend.variant for key in sandbox.state.mounts):
+            variants = [plain_variant(known_key(key)[1]) for key in sandbox.state.mounts if _is_fuse(key)]
+            if any(variant != guards.backend.variant for variant in variants):
                 self._troubles[sandbox.id] = _LOST
 
     def close(self) -> None:
@@ -162,8 +175,8 @@ class Service:
             )
             found: list[dict[str, Any]] = []
             try:
-                for id in request.ids():
-                    found.append(self._create(request, image, way, id, progress))
+                for id, trace in zip(request.ids(), request.traces(), strict=True):
+                    found.append(self._create(request, image, way, id, trace, progress))
             except BaseException:
                 for made in found:
                     self._end(made["id"], Reason.FAILED)
@@ -172,12 +185,12 @@ class Service:
             return found
 
     def _create(
-        self, request: SandboxRequest, image: NodeImage, way: Way, id: str | None, progress: Progress
+        self, request: SandboxRequest, image: NodeImage, way: Way, id: str | None, trace: str | None, progress: Progress
     ) -> dict[str, Any]:
         began = time.monotonic()
 
-        def describe(name: str, way: Way, fetched: Fetched) -> Mapping[str, object]:
-            return self._describe(request, image, name, way, fetched).to_json()
+        def describe(making: Making) -> Mapping[str, object]:
+            return self._describe(request, image, making).to_json()
 
         sandbox = self._node.up(
             image,
@@ -185,6 +198,9 @@ class Service:
             id=id,
             read_only=request.read_only,
             scratch=request.scratch,
+            record=None if request.record is None else Record(trace, request.command),
+            plan=request.plan,
+            wait_prefetch=request.wait_prefetch,
             describe=describe,
             progress=progress,
         )
@@ -206,15 +222,17 @@ class Service:
             backend=way.backend,
             seconds=round(time.monotonic() - began, 6),
         )
-        return {**self._document(sandbox, stands=True), "run": run_document(image.config.run)}
+        traced = {} if request.record is None else {sandbox.id: trace or sandbox.id}
+        return {**self._document(sandbox, traced, stands=True), "run": run_document(image.config.run)}
 
-    def _describe(self, request: SandboxRequest, image: NodeImage, name: str, way: Way, fetched: Fetched) -> Receipt:
+    def _describe(self, request: SandboxRequest, image: NodeImage, making: Making) -> Receipt:
+        way, fetched = making.way, making.fetched
         if way.mode == DIRECT:
             verification = Verification.IN_PLACE
         else:
             verification = Verification.AGAIN if self._node.cache.unclean else Verification.VERIFIED
         return Receipt(
-            id=name,
+            id=making.id,
             started=rfc3339(time.time()),
             images=tuple(Named(role, asked, str(manifest)) for role, asked, manifest in image.names),
             layers=tuple(LayerRecord.of(layer) for layer in image.layers),
@@ -232,6 +250,8 @@ class Service:
             receipts=request.receipts,
             fetched_bytes=fetched.compressed,
             fetched_requests=fetched.requests,
+            plan=_plan_record(making),
+            trace=making.trace,
             carried=request.carried,
         )
 
@@ -252,16 +272,31 @@ class Service:
         return Way("lazy", name, why if request.backend is None else "asked for", guards)
 
     def sandboxes(self) -> list[dict[str, Any]]:
-        return [self._document(sandbox) for sandbox in self._node.sandboxes.list()]
+        traced = self._traced()
+        known: dict[Replay, ReplayStats] = {}
+        return [self._document(sandbox, traced, known) for sandbox in self._node.sandboxes.list()]
 
     def sandbox(self, id: str) -> dict[str, Any]:
-        return self._document(self._node.sandboxes.get(id))
+        return self._document(self._node.sandboxes.get(id), self._traced())
 
-    def _document(self, sandbox: Sandbox, *, stands: bool | None = None) -> dict[str, Any]:
+    def _traced(self) -> dict[str, str]:
+        """Names of the traces that are being recorded, by sandbox."""
+        return {recording.id: recording.name for recording in self._node.recordings()}
+
+    def _document(
+        self,
+        sandbox: Sandbox,
+        traced: Mapping[str, str],
+        known: dict[Replay, ReplayStats] | None = None,
+        *,
+        stands: bool | None = None,
+    ) -> dict[str, Any]:
         stands = sandbox.stands if stands is None else stands
         receipt = sandbox.state.receipt
         verification = receipt.get("verification", {})
         trouble = self._troubles.get(sandbox.id)
+        if stands and trouble is None and not self._node.is_served(sandbox):
+            trouble = RECORDER_LOST
         if isinstance(verification, dict) and verification.get("state") == Verification.SUSPECT:
             condition = f"suspect: {verification.get('detail')}"
         elif not stands:
@@ -275,6 +310,8 @@ class Service:
             "why": receipt.get("why", ""),
             "condition": condition,
             "demand": asdict(self._node.demanded(sandbox.id)),
+            "trace": traced.get(sandbox.id),
+            "prefetch": self._node.prefetched(sandbox.id, known),
         }
 
     def remove(self, ids: Sequence[str] | None, *, exit_code: int | None = None) -> list[dict[str, Any]]:
@@ -293,7 +330,7 @@ class Service:
                     receipt.write(receipt.receipts)
             except ImgtoolError as error:
                 self._log("receipt not kept", level="error", sandbox=id, error=str(error))
-        removal = self._node.down(id)
+        removal = self._node.down(id, failed=reason is Reason.FAILED)
         self._expiry.pop(id, None)
         self._troubles.pop(id, None)
         self._modes.pop(id, None)
@@ -305,6 +342,7 @@ class Service:
             "stopped": list(removal.stopped),
             "holders": [str(holder) for holder in removal.holders],
             "receipt": None if receipt is None else receipt.to_json(),
+            "trace": None if removal.trace is None else _trace_document(id, removal.trace),
         }
 
     def _final(self, id: str, reason: Reason, exit_code: int | None) -> Receipt | None:
@@ -326,6 +364,7 @@ class Service:
             read=Read(demanded.frames, demanded.bytes, demanded.waited, demanded.events),
             wrote=wrote,
             exit_code=exit_code,
+            prefetch=self._node.prefetched(id),
         )
 
     def receipt(self, id: str) -> dict[str, Any]:
@@ -341,6 +380,26 @@ class Service:
     def recover(self) -> list[dict[str, Any]]:
         with self._working():
             return [{"kind": item.kind, "path": item.path, "action": item.action} for item in self._node.recover()]
+
+    # --- traces
+
+    def traces(self) -> list[dict[str, Any]]:
+        return [self._recording_document(recording) for recording in self._node.recordings()]
+
+    def _recording_document(self, recording: Recording) -> dict[str, Any]:
+        path = part_of(self._node.root, recording.name)
+        return {"sandbox": recording.id, "name": recording.name, "way": recording.way, "path": path}
+
+    def start_trace(self, id: str, name: str | None) -> dict[str, Any]:
+        """Record what a sandbox that stands reads from now on; see :meth:`Node.record`."""
+        with self._working():
+            recording = self._node.record(id, Record(name))
+            self._log("recording", sandbox=id, trace=recording.name, way=recording.way)
+            return self._recording_document(recording)
+
+    def stop_trace(self, id: str) -> dict[str, Any]:
+        with self._working():
+            return _trace_document(id, self._node.stop_trace(id))
 
     # --- cache
 
@@ -388,6 +447,8 @@ class Service:
             "layers": self._node.layers.users(),
             "cache": self.cache(),
             "fetch": asdict(self._node.fetcher.stats()),
+            "prefetch": self._node.planned.status(),
+            "recordings": self.traces(),
             "events": dict(self._events()),
             "stopping": self._stopping,
         }
@@ -432,6 +493,8 @@ class Service:
             by_variant = {guards.backend.variant: guards for guards in self._guards.values()}
             self._troubles.update(self._node.resume(by_variant))
             raise
+        for id in self._node.end_recordings():  # of sandboxes that stay mounted: nobody is left who could be asked
+            self._log("trace ended", sandbox=id)
         self._log("unmounted", killed=killed)
         threading.Thread(target=self.on_stopped, name="stop").start()
         return {"stopped": True, "killed": killed}
@@ -571,6 +634,23 @@ def _kill(holders: Iterable[Holder]) -> list[int]:
         except ProcessLookupError:
             pass
     return killed
+
+
+def _plan_record(making: Making) -> PlanRecord | None:
+    if making.planned is None:
+        return None
+    return PlanRecord(making.planned.choice, making.planned.plans, *making.planned.coverage())
+
+
+def _trace_document(id: str, trace: RecordedTrace) -> dict[str, Any]:
+    return {
+        "sandbox": id,
+        "name": trace.name,
+        "path": trace.path,
+        "accesses": trace.accesses,
+        "bytes": trace.bytes,
+        "complete": trace.complete,
+    }
 
 
 def _is_fuse(key: str) -> bool:

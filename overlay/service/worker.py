@@ -61,6 +61,7 @@ class Worker:
             root,
             limit=options.limit,
             threads=options.threads,
+            bandwidth=options.prefetch_bandwidth,
             held=dict(holdings.packs),
             observer=_Observer(self.metrics),
             warn=lambda text: log("damage", level="warning", what=text),

@@ -238,10 +238,10 @@ def test_the_end_of_one_sandbox_does_not_wait_for_that_of_another(
         service.create(eager(site, id=id, ttl=0.001))
     down = local.node.down
 
-    def failing(id: str) -> Removal:
+    def failing(id: str, **options: bool) -> Removal:
         if id == "a":
             raise UnavailableError("not now")
-        return down(id)
+        return down(id, **options)
 
     def left() -> list[str]:
         service._end_expired()

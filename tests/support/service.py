@@ -22,6 +22,26 @@ from overlay.service.server import ApiServer
 CHAIN = "sha256:" + "c" * 64
 LAYER = "sha256:" + "a" * 64
 MANIFEST = "sha256:" + "d" * 64
+PREFETCH: Document = {
+    "asked": "auto",
+    "plan": "tests",
+    "plans": [{"name": "tests", "digest": "sha256:" + "e" * 64}],
+    "state": "running",
+    "planned": 200,
+    "brought": 180,
+    "present": 10,
+    "used": 170,
+    "late": 4,
+    "failed": 0,
+    "requests": 20,
+    "raw": 47_185_920,
+    "compressed": 17_000_000,
+    "left": 10,
+    "seconds": 0.75,
+    "planned_bytes": 52_428_800,
+    "matched_bytes": 52_428_800,
+    "problems": [],
+}
 
 
 class FakeService:
@@ -32,6 +52,7 @@ class FakeService:
         self.calls: list[tuple[Any, ...]] = []
         self.made: dict[str, Document] = {}
         self.receipts: dict[str, Document] = {}
+        self.recorded: dict[str, Document] = {}
         self.pinned: dict[str, Document] = {}
         self.error: BaseException | None = None
         self.steps: Sequence[tuple[str, int]] = ()
@@ -87,6 +108,20 @@ class FakeService:
                 "demand_waits": 3,
                 "demand_seconds": 0.07,
             },
+            "prefetch": {
+                "replays": 1,
+                "planned": 200,
+                "brought": 180,
+                "present": 10,
+                "used": 170,
+                "late": 4,
+                "failed": 0,
+                "requests": 20,
+                "raw": 47_185_920,
+                "compressed": 17_000_000,
+                "problems": {"damaged": 1, "unmatched": 0, "failed": 0},
+            },
+            "recordings": list(self.recorded.values()),
             "events": {"events": 25, "allowed": 24, "waited": 3, "denied": 0, "pending": 1, "packs": 2},
             "stopping": False,
         }
@@ -136,7 +171,11 @@ class FakeService:
             "why": "the kernel has pre-content events",
             "condition": "ok",
             "demand": {"frames": 0, "bytes": 0, "waited": 0.0, "events": 0, "failed": 0},
+            "trace": None,
+            "prefetch": PREFETCH if request.plan != "none" else None,
         }
+        if request.record is not None:
+            self._record(name, request.record.name)
         return self.made[name]
 
     def remove(self, ids: Sequence[str] | None, *, exit_code: int | None = None) -> list[Document]:
@@ -145,8 +184,43 @@ class FakeService:
         for name in list(self.made) if ids is None else ids:
             existed = self.made.pop(name, None) is not None
             receipt = self.receipts.get(name) if existed else None
-            removed.append({"id": name, "existed": existed, "stopped": [], "holders": [], "receipt": receipt})
+            trace = self._ended(name) if name in self.recorded else None
+            removed.append(
+                {"id": name, "existed": existed, "stopped": [], "holders": [], "receipt": receipt, "trace": trace}
+            )
         return removed
+
+    def traces(self) -> list[Document]:
+        self._called("traces")
+        return list(self.recorded.values())
+
+    def start_trace(self, id: str, name: str | None) -> Document:
+        self._called("start_trace", id, name)
+        if id not in self.made:
+            raise NotFoundError(f"no sandbox {id}; `imgtool ps` lists them")
+        if id in self.recorded:
+            raise ConflictError(f"sandbox {id} is being recorded")
+        return self._record(id, name)
+
+    def stop_trace(self, id: str) -> Document:
+        self._called("stop_trace", id)
+        if id not in self.recorded:
+            raise NotFoundError(f"sandbox {id} is not being recorded")
+        return self._ended(id)
+
+    def _record(self, id: str, name: str | None) -> Document:
+        name = name or id
+        path = f"{self.root}/traces/{name}.jsonl.part"
+        self.made[id]["trace"] = name
+        self.recorded[id] = {"sandbox": id, "name": name, "way": "events", "path": path}
+        return self.recorded[id]
+
+    def _ended(self, id: str) -> Document:
+        name = self.recorded.pop(id)["name"]
+        if id in self.made:
+            self.made[id]["trace"] = None
+        path = f"{self.root}/traces/{name}.jsonl"
+        return {"sandbox": id, "name": name, "path": path, "accesses": 689, "bytes": 11_000_000, "complete": True}
 
     def recover(self) -> list[Document]:
         self._called("recover")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +20,14 @@ from typing import Any
 import pytest
 from support.receipts import RECEIPT
 from support.service import CHAIN, LAYER, FakeService, served
+from support.tools import CHECKOUT
 
 from imgtool import service_start
 from imgtool.cli import run
 from imgtool.commands import run as run_module
+from imgtool.commands.trace_recording import start, stop
 from imgtool.exitcodes import ExitCode
-from layerstore.errors import MalformedError, UnavailableError
+from layerstore.errors import ConflictError, MalformedError, NotFoundError, UnavailableError, UsageError
 from layerstore.oci.config import RunConfig
 from layerstore.progress import Progress
 from overlay.execution import Outcome
@@ -38,7 +40,7 @@ from overlay.service.options import NodeOptions
 from overlay.service.place import SOCKET
 from overlay.service.receipt import Reason
 from overlay.service.receipts import Receipts
-from overlay.service.request import SandboxRequest
+from overlay.service.request import Record, SandboxRequest
 from overlay.service.routes import Document
 
 RUN = RunConfig(env=("A=1",), cmd=("/bin/sh",), labels=(("a", "b"),))
@@ -147,7 +149,7 @@ def test_up_in_json_has_what_a_script_needs(node: Shell) -> None:
     document = node.ok("up", "repo-env", "--json").json
     assert list(document) == [
         "id", "rootfs", "mode", "receipt", "image", "layers", "chain", "read_only", "scratch", "upper", "created",
-        "mounted", "backend", "why", "condition", "demand", "bundle",
+        "mounted", "backend", "why", "condition", "demand", "trace", "prefetch", "bundle",
     ]  # fmt: skip
     assert (document["chain"], document["layers"], document["bundle"]) == (CHAIN, [LAYER], None)
     assert len(node.ok("up", "repo-env", "--count", "2", "--json").json) == 2
@@ -161,6 +163,88 @@ def test_up_passes_its_options_on(node: Shell, tmp_path: Path) -> None:
     )
     node.ok("up", "repo-env", "--read-only", "--mode", "direct")
     assert (node.asked.read_only, node.asked.mode, node.asked.ttl) == (True, "direct", None)
+
+
+def test_up_and_run_say_what_is_recorded_and_fetched_ahead(node: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.ok("up", "repo-env", "--id", "a", "--record")
+    assert (node.asked.record, node.asked.plan, node.asked.wait_prefetch) == (Record(), "auto", False)
+    assert node.ok("up", "repo-env", "--record", "--trace", "monday", "--json").json["trace"] == "monday"
+    node.ok("up", "repo-env", "--plan", "tests", "--wait-prefetch")
+    assert (node.asked.record, node.asked.plan, node.asked.wait_prefetch) == (None, "tests", True)
+    monkeypatch.setattr(run_module, "run", lambda *arguments, **fields: Outcome(0, "chroot"))
+    state_of(node.root, "000000000003")
+    argv = ["sh", "-c", "", "x" * 5000, *["y"] * 2000]
+    result = node("run", "--record", "--trace", "t", "--plan", "none", "repo-env", "--", *argv)
+    assert result.err.splitlines()[-1] == f"imgtool: trace {node.root}/traces/t.jsonl, 689 accesses, 11 MB"
+    assert node.asked.command == ("sh", "-c", " ", "x" * 4096, *["y"] * 1020)
+    assert (node.asked.record, node.asked.plan) == (Record("t"), "none")
+    state_of(node.root, "000000000004")
+    kept = node("run", "--quiet", "--record", "--keep", "--json", "repo-env", "--", "true")
+    assert (kept.err, kept.json["trace"]["accesses"], "000000000004" in node.service.made) == ("", 689, True)
+    assert node.service.recorded.keys() == {"a", "000000000001"}
+    for verb in ("up", "run"):
+        assert "give both" in node.fails(ExitCode.USAGE, verb, "--trace", "x", "repo-env")
+        assert "name of a plan" in node.fails(ExitCode.USAGE, verb, "--plan", "../x", "repo-env")
+
+
+def test_what_up_imports_is_little() -> None:
+    """Plans and traces are the service's business: a start would pay for them each time."""
+    script = (
+        "import sys; import imgtool.commands.up, imgtool.service_start; "
+        "print([name for name in sys.modules if name.partition('.')[0] == 'prefetch'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=CHECKOUT)
+    assert ran.stdout == "[]\n"
+
+
+def test_a_run_whose_trace_is_lost_says_so_and_ends_as_its_command(
+    node: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fake(*arguments: object, **fields: object) -> Outcome:
+        node.service.recorded.clear()
+        return Outcome(3, "chroot")
+
+    monkeypatch.setattr(run_module, "run", fake)
+    state_of(node.root, "000000000001")
+    result = node("run", "--quiet", "--record", "repo-env", "--", "false")
+    assert (result.code, result.err) == (
+        3,
+        "imgtool: warning: what it read was not recorded; the service's log says why\n",
+    )
+
+
+@pytest.fixture
+def trace(node: Shell) -> Callable[..., Any]:
+    """The verbs of ``trace`` that this file is about, whoever else is in that group."""
+
+    def call(*arguments: str) -> Any:
+        command = {"start": start, "stop": stop}[arguments[0]]
+        return command.main(list(arguments[1:]), standalone_mode=False)
+
+    return call
+
+
+def test_a_trace_is_started_and_stopped(
+    node: Shell, trace: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    node.ok("up", "repo-env", "--id", "box")
+    trace("start", "box", "--name", "monday")
+    assert capsys.readouterr().out == f"box  {node.root}/traces/monday.jsonl.part\n"
+    assert node.service.calls[-1] == ("start_trace", "box", "monday")
+    assert "recording  box (events)" in node.ok("node", "status").out
+    with pytest.raises(ConflictError, match="is being recorded"):
+        trace("start", "box", "--json")
+    trace("stop", "box")
+    assert capsys.readouterr().out == f"{node.root}/traces/monday.jsonl  689 accesses, 11 MB\n"
+    with pytest.raises(NotFoundError, match="not being recorded"):
+        trace("stop", "box")
+    trace("start", "box", "--json")
+    assert json.loads(capsys.readouterr().out)["name"] == "box"
+    trace("stop", "box", "--json")
+    assert json.loads(capsys.readouterr().out)["complete"] is True
+    for arguments in (("start", "../x"), ("start", "box", "--name", "../x"), ("stop", "../x")):
+        with pytest.raises(UsageError):
+            trace(*arguments)
 
 
 def test_up_by_description(node: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +340,7 @@ def test_run_makes_a_sandbox_runs_here_and_removes_it(node: Shell, monkeypatch: 
     kept = node("run", "--quiet", "--keep", "--json", "repo-env")
     assert (kept.code, kept.err, list(node.service.made)) == (7, "", ["000000000002"])
     assert list(kept.json)[-3:] == ["runtime", "exit_code", "kept"] and "run" not in kept.json
+    assert kept.json["trace"] is None
 
 
 def test_run_that_can_not_remove_its_sandbox_says_so(node: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,13 +390,25 @@ def test_ps_shows_how_a_cold_start_goes(node: Shell) -> None:
     node.ok("up", "repo-env", "--id", "box", "--read-only")
     node.ok("up", "repo-env", "--id", "other")
     node.service.made["box"]["demand"] = {"frames": 9, "bytes": 2_300_000, "waited": 0.4567, "events": 11, "failed": 0}
-    node.service.made["other"] |= {"condition": "suspect: nobody answered from 10:00 to 10:01"}
+    node.service.made["other"] |= {"condition": "suspect: nobody answered from 10:00 to 10:01", "prefetch": None}
     lines = node.ok("ps").out.splitlines()
-    assert lines[0].split() == ["ID", "IMAGE", "MODE", "BACKEND", "STATE", "AGE", "LATE", "WAITED", "ROOTFS"]
+    assert lines[0].split() == [
+        "ID",
+        "IMAGE",
+        "MODE",
+        "BACKEND",
+        "STATE",
+        "AGE",
+        "LATE",
+        "WAITED",
+        "PREFETCH",
+        "ROOTFS",
+    ]
     assert re.fullmatch(
-        r"box +repo-env +lazy ro +fanotify +up +\S+ +2.3 MB +0.457 s +/.*/box/rootfs", lines[1].rstrip()
+        r"box +repo-env +lazy ro +fanotify +up +\S+ +2.3 MB +0.457 s +190/200, 96 % used +/.*/box/rootfs",
+        lines[1].rstrip(),
     )
-    assert re.fullmatch(r"other +repo-env +lazy +fanotify +suspect +\S+ +- +- +/.*/other/rootfs", lines[2].rstrip())
+    assert re.fullmatch(r"other +repo-env +lazy +fanotify +suspect +\S+ +- +- +- +/.*/other/rootfs", lines[2].rstrip())
     assert lines[3:] == ["other: suspect: nobody answered from 10:00 to 10:01"]
     wide = node.ok("ps", "--wide").out.splitlines()
     assert wide[0].split()[-1] == "WHY"
@@ -352,9 +449,11 @@ def test_down_goes_through_the_service(node: Shell) -> None:
     assert node.ok("down", "box-1", "gone").out == "box-1 removed\ngone was gone already\n"
     document = node.ok("down", "--all", "--json").json
     assert document["removed"] == [
-        {"id": "box-2", "existed": True, "stopped": []},
-        {"id": "box-3", "existed": True, "stopped": []},
+        {"id": "box-2", "existed": True, "stopped": [], "trace": None},
+        {"id": "box-3", "existed": True, "stopped": [], "trace": None},
     ]
+    node.ok("up", "repo-env", "--id", "r", "--record")
+    assert node.ok("down", "r").out == f"r removed, trace {node.root}/traces/r.jsonl\n"
     assert [list(item) for item in document["leftovers"]] == [["kind", "path", "action"]]
     assert node.ok("down", "--leftovers").out == f"part of a sandbox {node.root}/sandboxes/lost: removed\n"
     assert "not a sandbox id" in node.fails(ExitCode.USAGE, "down", "../etc")
@@ -470,9 +569,23 @@ def test_node_run_hands_its_options_over(idle: Shell, monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     # What descriptors 3 and 4 are is test_service_notify.py's: here they are the test runner's own.
     monkeypatch.setattr(notify, "stored", lambda *values: (("group", 3), ("group", 4)) if values[1] == "2" else ())
-    arguments = ("--limit", "10G", "--read-deadline", "5", "--threads", "4", "--log", "/l", "--log-format", "text")
+    arguments = (
+        "--prefetch-bandwidth",
+        "20M",
+        "--limit",
+        "10G",
+        "--read-deadline",
+        "5",
+        "--threads",
+        "4",
+        "--log",
+        "/l",
+        "--log-format",
+        "text",
+    )
     idle.ok("node", "run", *arguments, "--idle-exit", "300")
     assert ran.pop()[1] == NodeOptions(
+        prefetch_bandwidth=20 << 20,
         limit=10 << 30,
         read_deadline=5.0,
         threads=4,

@@ -5,7 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerstore.errors import UsageError
-from overlay.layerkey import is_digest, is_key, is_variant, join_key, split_key
+from overlay.layerkey import (
+    is_digest,
+    is_key,
+    is_recorded,
+    is_variant,
+    join_key,
+    plain_key,
+    plain_variant,
+    recorded_variant,
+    recorder_in_path,
+    split_key,
+)
 from overlay.layers import LayerMounts, MountableLayer
 
 HEX = "0123456789abcdef" * 4
@@ -46,3 +57,38 @@ def test_a_key_is_always_one_file_name(text: str) -> None:
         assert ".." not in key
         assert key.isascii() and key.isprintable()
         assert split_key(key) == (HEX, text)
+
+
+@pytest.mark.parametrize("plain", ["", "direct", "fuse1760000000000"])
+@pytest.mark.parametrize("word", ["rec-0123456789ab", "via-0123456789ab"])
+def test_a_recorded_mount_is_told_by_its_last_word_and_is_over_what_the_plain_one_is_over(
+    plain: str, word: str
+) -> None:
+    variant = recorded_variant(plain, word)
+    key = MountableLayer(HEX, "/image", (), variant).key
+    assert is_key(key) and is_recorded(key)
+    assert plain_variant(variant) == plain
+    assert plain_key(key) == join_key(HEX, plain)
+    assert recorder_in_path(key) is word.startswith("via")
+    assert plain_key(plain_key(key)) == plain_key(key)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "",
+        "direct",
+        "fuse1",
+        "rec",
+        "rec-1",
+        "rec-0123456789abc",
+        "xrec-0123456789ab",
+        "rec-0123456789ab.fuse1",
+        "rec-0123456789aB",
+    ],
+)
+def test_what_is_not_recorded_is_plain(variant: str) -> None:
+    assert plain_variant(variant) == variant
+    if is_variant(variant):
+        key = join_key(HEX, variant)
+        assert not is_recorded(key) and not recorder_in_path(key) and plain_key(key) == key

@@ -29,6 +29,7 @@ from overlay.service.receipt import (
     REASONS,
     Host,
     LayerRecord,
+    PlanRecord,
     Read,
     Reason,
     Receipt,
@@ -42,9 +43,15 @@ from overlay.service.written import Written, written
 
 def test_a_receipt_of_a_standing_and_of_an_ended_sandbox_round_trips() -> None:
     ended = RECEIPT.ending(
-        Reason.TTL, read=Read(3, 786_432, 0.5, 4), wrote=Written(2, 8192, 1, 1), exit_code=7, at=1_796_032_801.25
+        Reason.TTL,
+        read=Read(3, 786_432, 0.5, 4),
+        wrote=Written(2, 8192, 1, 1),
+        exit_code=7,
+        prefetch={"brought": 180},
+        at=1_796_032_801.25,
     )
-    for receipt in (RECEIPT, ended, RECEIPT.ending("down"), replace(RECEIPT, ttl=None, carried={})):
+    planned = replace(RECEIPT, plan=PlanRecord("auto", (("tests", "sha256:" + "e" * 64),), 4096, 4096), trace="monday")
+    for receipt in (RECEIPT, ended, RECEIPT.ending("down"), replace(RECEIPT, ttl=None, carried={}), planned):
         assert Receipt.from_bytes(receipt.to_bytes()) == receipt
         assert Receipt.from_json(receipt.to_json()) == receipt
     document = json.loads(ended.to_bytes())
@@ -54,6 +61,14 @@ def test_a_receipt_of_a_standing_and_of_an_ended_sandbox_round_trips() -> None:
         "read": {"frames": 3, "bytes": 786_432, "waited": 0.5, "events": 4},
         "wrote": {"files": 2, "bytes": 8192, "directories": 1, "deleted": 1, "complete": True},
         "exit_code": 7,
+        "prefetch": {"brought": 180},
+    }
+    assert planned.to_json()["trace"] == "monday"
+    assert planned.to_json()["plan"] == {
+        "name": "auto",
+        "plans": [{"name": "tests", "digest": "sha256:" + "e" * 64}],
+        "planned_bytes": 4096,
+        "matched_bytes": 4096,
     }
     assert document["not_ours"] == ["resources.cpu", "network", "labels"]
     assert (document["imgtool"], document["format_version"]) == (VERSION, FORMAT_VERSION)
@@ -120,12 +135,20 @@ def test_sections_that_are_partly_ours_are_named_field_by_field() -> None:
         ("end", [], MalformedError),
         ("end", {"ended": "x"}, MalformedError),
         ("overlay", [], MalformedError),
+        ("plan", {"name": "x"}, MalformedError),
+        ("trace", 3, MalformedError),
     ],
 )
 def test_a_document_that_is_no_receipt_is_refused(key: str, value: object, error: type[ImgtoolError]) -> None:
     with pytest.raises(error) as caught:
         Receipt.from_json({**RECEIPT.to_json(), key: value})
     assert str(caught.value).isprintable() and str(caught.value).startswith("receipt")
+
+
+def test_a_receipt_of_a_release_that_knew_no_plans_is_read() -> None:
+    document = {key: value for key, value in RECEIPT.ending("down").to_json().items() if key not in ("plan", "trace")}
+    document["end"] = {key: value for key, value in document["end"].items() if key != "prefetch"}  # type: ignore[attr-defined]
+    assert Receipt.from_json(document).plan is None
 
 
 def test_fields_of_a_later_release_are_ignored() -> None:

@@ -18,7 +18,7 @@ from overlay.service import yaml_document
 from overlay.service.description import SCHEMA, parse
 from overlay.service.duration import parse_duration
 from overlay.service.options import NodeOptions
-from overlay.service.request import ID, SandboxRequest
+from overlay.service.request import ID, Record, SandboxRequest
 from overlay.service.yaml_document import DEPTH, MAX_SIZE, load
 
 WHOLE = b"""\
@@ -42,6 +42,7 @@ lifecycle:
   ttl: 1h30m
   on_stop: remove
 receipts: /var/receipts
+prefetch: {plan: tests, wait: true, record: monday}
 network: {mode: none, allow: [pypi]}
 env: {A: "1"}
 """ % {b"hex": b"a" * 64}
@@ -62,6 +63,9 @@ def test_everything_that_is_ours_becomes_the_request_and_the_rest_is_carried() -
         ttl=5400.0,
         isolation="container",
         receipts="/var/receipts",
+        plan="tests",
+        wait_prefetch=True,
+        record=Record("monday"),
         carried={
             "network": {"mode": "none", "allow": ["pypi"]},
             "env": {"A": "1"},
@@ -141,6 +145,15 @@ LIKE_SCRATCH = "looks like 'scratch_gib' misspelt"
             "image: a\nlifecycle: {ttl: soon}",
             "f: lifecycle.ttl: 'soon' is not a span of time; write it as 90s, 30m, 1h30m or 2d",
         ),
+        ("image: a\nprefetch: tests", "f: prefetch is a string where a mapping belongs"),
+        ("image: a\nprefetch: {plans: x}", "f: prefetch has no field 'plans'; did you mean 'plan'?"),
+        (
+            "image: a\nprefetch: {plan: ../x}",
+            "f: prefetch.plan is '../x', which is no name of a file: letters, digits and . _ - :, "
+            "first a letter or digit",
+        ),
+        ("image: a\nprefetch: {record: 3}", "f: prefetch.record is an integer where true or false or a string belongs"),
+        ("image: a\nprefech: {}", "f: the field 'prefech' looks like 'prefetch' misspelt"),
         (
             "image: a\nlifecycle: {ttl: 1h, ttl_s: 3}",
             "f: lifecycle: ttl and ttl_s are two words for one field; give one of them",
@@ -236,7 +249,8 @@ def test_what_is_carried_is_bounded() -> None:
 
 KEYS = (
     "image", "base", "toolkit", "workspace", "mode", "lifecycle", "ttl", "ttl_s", "resources", "scratch_gib", "count",
-    "id", "name", "store", "receipts", "isolation", "apiVersion", "kind", "read_only", "x", "",
+    "id", "name", "store", "receipts", "isolation", "apiVersion", "kind", "read_only", "x", "", "prefetch", "plan",
+    "wait", "record",
 )  # fmt: skip
 VALUES = st.recursive(
     st.none()
@@ -310,6 +324,11 @@ def test_a_request_round_trips_and_names_its_sandboxes() -> None:
     request = parse(WHOLE, "f").request("/s")
     assert SandboxRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
     assert request.ids() == ("box-1", "box-2")
+    assert request.traces() == ("monday-1", "monday-2")
+    assert SandboxRequest(base="a", store="/s", record=Record("m")).traces() == ("m",)
+    assert SandboxRequest(base="a", store="/s", record=Record(), count=2).traces() == (None, None)
+    assert parse(b"image: a\nprefetch: {record: true}", "f").request("/s").record == Record()
+    assert parse(b"image: a\nprefetch: {record: false}", "f").request("/s").record is None
     assert SandboxRequest(base="a", store="/s").ids() == (None,)
     assert SandboxRequest(base="a", store="/s", count=3).ids() == (None, None, None)
     assert SandboxRequest(base="a", store="/s", id="x").ids() == ("x",)
@@ -346,6 +365,15 @@ SECONDS = "it can be above 0 and up to 316224000 seconds"
         ({"carried": {"a": float("inf")}}, "sandbox request: carried holds something that isn't JSON"),
         ({"carried": {1: 2}}, "sandbox request: carried is an object where an object belongs"),
         ({"read_only": 1}, "sandbox request: read_only is an integer where true or false belongs"),
+        ({"record": True}, "sandbox request: record is a boolean where an object belongs"),
+        ({"record": {"nme": "x"}}, "sandbox request: record has no field 'nme'; did you mean 'name'?"),
+        ({"record": {"name": "a/b"}}, "name of a trace: 'a/b' has a slash, and can't be a file's name"),
+        (
+            {"plan": "../x"},
+            "name of a plan: '../x' has a slash, and can't be a file's name",
+        ),
+        ({"plan": "none", "wait_prefetch": True}, "without a plan nothing is fetched ahead that could be waited for"),
+        ({"command": ["x" * 4097]}, "sandbox request: command[0] has 4097 characters; it can have 1 to 4096"),
         ({"tty": True}, "sandbox request has no field 'tty'; did you mean 'ttl'?"),
     ],
 )  # fmt: skip
@@ -374,12 +402,18 @@ def test_no_document_but_an_object_is_a_request() -> None:
 
 def test_options_of_a_node_round_trip() -> None:
     options = NodeOptions(
-        limit=1 << 30, log="/var/log/x", log_format="text", idle_exit=300.0, listen_fds=(("group", 3),)
+        limit=1 << 30,
+        prefetch_bandwidth=1 << 20,
+        log="/var/log/x",
+        log_format="text",
+        idle_exit=300.0,
+        listen_fds=(("group", 3),),
     )
     for each in (NodeOptions(), options):
         assert NodeOptions.from_json(json.loads(json.dumps(each.to_json()))) == each
     for document in (
         {"threads": 0},
+        {"prefetch_bandwidth": 0},
         {"log_format": "xml"},
         {"listen_fds": [["a", True]]},
         {"listen_fds": [[1]]},

@@ -89,6 +89,7 @@ def test_every_method_gives_values(tmp_path: Path) -> None:
         assert (one.rootfs, one.mode, one.backend) == ("/var/lib/imgtool/sandboxes/a-2/rootfs", "lazy", "fanotify")
         assert (one.mounted, one.condition, one.read_only, one.scratch, one.upper) == (True, "ok", True, None, None)
         assert (one.layers, one.chain, one.image["name"]) == ((LAYER,), CHAIN, "b")
+        assert one.prefetch is not None and (one.prefetch["brought"], one.trace) == (180, None)
         assert one.raw["demand"] == {"frames": 0, "bytes": 0, "waited": 0.0, "events": 0, "failed": 0}
         status = client.status()
         assert (status.sandboxes, status.backend, status.pids["worker"]) == (2, "fanotify", 813)
@@ -105,6 +106,18 @@ def test_every_method_gives_values(tmp_path: Path) -> None:
         client.unpin("team/repo:1")
         assert client.pins() == []
         assert client.evict(5) == 5
+        client.create(SandboxRequest(base="b", store="/store", id="r"))
+        recording = client.start_trace("r", "monday")
+        assert (recording.sandbox, recording.name, recording.way) == ("r", "monday", "events")
+        assert client.traces() == [recording]
+        assert client.sandbox("r").trace == "monday"
+        trace = client.stop_trace("r")
+        assert (trace.path, trace.accesses, trace.complete) == ("/var/lib/imgtool/traces/monday.jsonl", 689, True)
+        with pytest.raises(NotFoundError):
+            client.stop_trace("r")
+        client.start_trace("r")
+        ended = client.remove("r").trace
+        assert ended is not None and ended.name == "r"
         assert client.metrics().startswith("# HELP")
         assert client.stop().killed == ()
 

@@ -65,6 +65,14 @@ def test_what_is_taken_from_the_status() -> None:
     assert found['imgtool_fetch_requests_total{priority="demand"}'] == 4
     assert found['imgtool_fetch_frames_total{priority="background"}'] == 40
     assert found['imgtool_fetch_queued_frames{priority="demand"}'] == 0
+    assert found["imgtool_prefetch_replays"] == 1
+    assert found["imgtool_recordings"] == 0
+    assert found['imgtool_prefetch_frames_total{outcome="brought"}'] == 180
+    assert found['imgtool_prefetch_frames_total{outcome="present"}'] == 10
+    assert found["imgtool_prefetch_used_frames_total"] == 170
+    assert found["imgtool_prefetch_late_frames_total"] == 4
+    assert found["imgtool_prefetch_bytes_total"] == 17_000_000
+    assert found['imgtool_plan_problems_total{kind="damaged"}'] == 1
     assert found["imgtool_events_total"] == 25
     assert found["imgtool_events_waited_total"] == 3
     assert found["imgtool_events_pending"] == 1
@@ -79,7 +87,19 @@ def test_what_is_taken_from_the_status() -> None:
 def test_what_the_status_lacks_or_has_in_another_shape_is_left_out() -> None:
     metrics = Metrics()
     complete = len(samples_of_status(metrics, FakeService().status()))
-    for key in ("cache", "fetch", "events", "sandboxes", "layers", "pids", "restarts", "backends", "uptime"):
+    for key in (
+        "prefetch",
+        "recordings",
+        "cache",
+        "fetch",
+        "events",
+        "sandboxes",
+        "layers",
+        "pids",
+        "restarts",
+        "backends",
+        "uptime",
+    ):
         for value in (None, 5, "text", {}, [], {"x": "y"}):
             found = samples_of_status(metrics, {**FakeService().status(), key: value})
             assert found[f'imgtool_build_info{{format="{FORMAT_VERSION}",version="{VERSION}"}}'] == 1

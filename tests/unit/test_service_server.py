@@ -58,12 +58,36 @@ def test_every_endpoint_answers_with_what_the_service_says(tmp_path: Path) -> No
         assert talk.ask("DELETE", "/v1/pins/team/repo:1").json == {"name": "team/repo:1"}
         assert talk.ask("GET", "/v1/cache").json["packs"] == 12
         assert talk.ask("POST", "/v1/cache/evict", {"bytes": 5}).json["freed"] == 5
+        assert talk.ask("POST", "/v1/sandboxes", {**REQUEST, "id": "r"}).status == 200
+        started = talk.ask("POST", "/v1/traces", {"sandbox": "r", "name": "monday"}).json
+        assert (started["sandbox"], started["name"], started["way"]) == ("r", "monday", "events")
+        assert talk.ask("GET", "/v1/traces").json == {"traces": [started]}
+        assert talk.ask("GET", "/v1/sandboxes/r").json["trace"] == "monday"
+        assert talk.ask("DELETE", "/v1/traces/r").json["accesses"] == 689
+        assert talk.ask("DELETE", "/v1/traces/r").kind == "not-found"
+        assert talk.ask("DELETE", "/v1/sandboxes/r").json["trace"] is None
         answer = talk.ask("GET", "/metrics")
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         assert answer.body.startswith(b"# HELP")
         assert talk.ask("POST", "/v1/stop").json["stopped"] is True
         called = {call[0] for call in service.calls}
     assert called == {name for name in vars(FakeService) if name[0] != "_" and name != "root"}
+
+
+def test_a_trace_is_of_a_sandbox_and_has_the_name_of_a_file(tmp_path: Path) -> None:
+    with serving(tmp_path) as (service, _), talking(tmp_path) as talk:
+        for body, said in (
+            ({}, "trace lacks the field 'sandbox'"),
+            ({"sandbox": "../x"}, "not a sandbox id"),
+            ({"sandbox": "a", "name": "../x"}, "has a slash"),
+            ({"sandbox": "a", "name": ".hidden"}, "is not a reference name"),
+            ({"sandbox": "a", "name": 3}, "name is an integer where a string belongs"),
+            ({"sandbox": "a", "x": 1}, "trace has no field 'x'"),
+        ):
+            answer = talk.ask("POST", "/v1/traces", body)
+            assert (answer.status, answer.kind) == (400, "usage")
+            assert said in answer.json["error"]["message"]
+        assert service.calls == []
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
