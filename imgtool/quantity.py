@@ -10,6 +10,7 @@ from layerstore.errors import UsageError
 from overlay.service.duration import parse_duration
 
 _FORM = re.compile(r"(\d{1,15})\s*([KMGT]?)(?:iB|i|B)?", re.IGNORECASE)
+_LATENCY = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)(m?)s")
 _SHIFT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -41,5 +42,20 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
+class _Latency(click.ParamType):  # type: ignore[type-arg]
+    """``20ms``, ``0.5s``, ``0ms``: how long something takes, which may be no time. The value is in seconds."""
+
+    name = "time"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = _LATENCY.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is not a time; write it as 20ms or 0.5s", param, ctx)
+        return float(match[1]) / (1000 if match[2] else 1)
+
+
 SIZE = _Size()
+LATENCY = _Latency()
 DURATION = _Duration()
