@@ -21,6 +21,7 @@ from layerstore.version import FORMAT_VERSION, VERSION
 VERBS: dict[str, str] = {
     "convert": "Turn an OCI image, archive or directory into a layer, and publish it.",
     "compose": "Put a base, a workspace and toolkits on top of each other.",
+    "optimize": "Lay an image out by a plan: what is read first comes first.",
     "ls": "List the images of a store.",
     "inspect": "Show what an image is made of.",
     "tree": "List files of an image.",
@@ -37,6 +38,8 @@ VERBS: dict[str, str] = {
     "up": "Make a sandbox and leave it standing.",
     "ps": "List sandboxes.",
     "down": "Remove sandboxes.",
+    "trace": "Record what sandboxes read, look at it, exchange it with other tools.",
+    "plan": "Learn from traces what to fetch ahead, look at it, and share it.",
     "node": "Run the node service, look at it, and keep its cache.",
     "doctor": "Say what this machine can do, and what to do about what it can't.",
 }

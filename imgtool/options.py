@@ -42,6 +42,35 @@ def root_option(function: F) -> F:
     )(function)
 
 
+def prefetch_options(function: F) -> F:
+    """What is recorded of a new sandbox, and fetched ahead for it: record, trace, plan and wait_prefetch."""
+    for option in reversed(
+        (
+            click.option("--record", is_flag=True, help="Record what it reads: a trace, of which plans are learned."),
+            click.option("--trace", metavar="NAME", help="Name of that trace [default: that of the sandbox]."),
+            click.option(
+                "--plan",
+                metavar="NAME",
+                help="What is fetched ahead: auto, none, or a plan's name [default: auto, the plan for its layers].",
+            ),
+            click.option("--wait-prefetch", is_flag=True, help="Begin when all that the plan names is here."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def prefetch_fields(record: bool, trace: str | None, plan: str | None, wait_prefetch: bool) -> dict[str, object]:
+    """Fields of a request for these options; None for those that weren't given.
+
+    Raises:
+        UsageError: a trace has a name, and nothing is recorded.
+    """
+    if trace is not None and not record:
+        raise UsageError("--trace names what --record records; give both")
+    return {"record": {"name": trace} if record else None, "plan": plan, "wait_prefetch": wait_prefetch or None}
+
+
 def jobs_option(function: F) -> F:
     return click.option(
         "--jobs",
