@@ -6,7 +6,7 @@
 
 ``python -m benchmarks.images DIR [IMAGE ...]`` builds what is missing in DIR and prints times and sizes::
 
-    DIR/debian/     OCI layout: minbase, full, changed, workspace
+    DIR/debian/     OCI layout: minbase, full, changed, workspace, tools, workloads
     DIR/django/     OCI layout: base and one tag for each of ten Django releases
     DIR/toolkit/    a tree of evaluator tools
     DIR/demo/       OCI layout: base and workspace of scripts/demo

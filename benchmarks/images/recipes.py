@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,15 @@ DJANGO_RELEASES = tuple(f"4.2.{point}" for point in range(1, 11))
 SITE = "usr/local/lib/python3.11/dist-packages"
 SOURCES = ("django==4.2.16", "sympy==1.13.3", "sphinx==8.1.3", "pytest==8.3.3", "flask==3.0.3", "requests==2.32.3")
 LIBRARIES = ("asgiref", "sqlparse", "mpmath", "jinja2", "docutils", "pygments", "werkzeug", "urllib3", "hypothesis")
+TOOLS = (*FULL, "python3-pip", "python3-venv")
+WHEELS = (
+    *("attrs==24.2.0", "click==8.1.7", "docutils==0.21.2", "flask==3.0.3", "idna==3.10", "jinja2==3.1.4"),
+    *("more-itertools==10.5.0", "networkx==3.3", "packaging==24.1", "pygments==2.18.0", "requests==2.32.3"),
+    *("rich==13.9.1", "tomli==2.0.1", "tqdm==4.66.5", "urllib3==2.2.3", "werkzeug==3.0.4"),
+)
+"""Pure Python: one wheel of each."""
+COMMITS = 40
+"""Of each repository of the workloads."""
 SMALL = ("base-files", "base-passwd", "dash", "coreutils", "libc6", "iputils-ping", "perl-base", "tzdata")
 
 
@@ -102,13 +112,25 @@ def workspace(shop: Workshop) -> None:
         content = layers.difference(base, prepared, opaque=[b"usr/share/bash-completion"])
         libraries = layers.add_layer(layout, prepared, content, "pip install " + " ".join(LIBRARIES))
         with trees.edit(prepared) as upper:
-            trees.pip_sources(upper / "src", SOURCES, shop.log)
-            for project in sorted((upper / "src").iterdir()):
-                project = project.rename(project.with_name(project.name.rpartition("-")[0].lower()))
-                _commit(project, shop.log)
+            _add_sources(shop, upper)
             (upper / "etc/motd").unlink(missing_ok=True)
             sources = layers.add_layer(layout, upper, layers.difference(prepared, upper), "COPY . /src")
     layout.tag("workspace", (*layout.layers("full"), libraries, sources), Cmd=["/bin/bash"], WorkingDir="/src/django")
+
+
+def workloads(shop: Workshop) -> None:
+    """What benchmarks.workloads runs: a base with pip, and a workspace of libraries, sources with a history, wheels."""
+    layout = shop.layout("debian")
+    lower, base = shop.base("minbase", ()), shop.base("tools", TOOLS)
+    layer = layers.add_layer(layout, base, layers.difference(lower, base), "install " + " ".join(TOOLS))
+    layout.tag("tools", (*layout.layers("minbase"), layer), Cmd=["/bin/bash"])
+    with trees.edit(base) as upper:
+        trees.pip_install(upper, (*LIBRARIES, "pytest==8.3.3"), shop.log, target=SITE, compiled=True)
+        trees.pip_wheels(upper / "wheels", WHEELS, shop.log)
+        _add_sources(shop, upper, commits=COMMITS)
+        trees.compile_sources(upper, "src/sympy/sympy", shop.log)  # somebody has run its tests before
+        layer = layers.add_layer(layout, upper, layers.difference(base, upper), "pip install, COPY . /src")
+    layout.tag("workloads", (*layout.layers("tools"), layer), Cmd=["/bin/bash"], WorkingDir="/src")
 
 
 def toolkit(shop: Workshop) -> None:
@@ -215,14 +237,35 @@ def _base_image(shop: Workshop, layout_name: str, tag: str, tree: Path) -> Layer
     return layer
 
 
-def _commit(project: Path, log: Path) -> None:
-    """Make a source tree a git repository of one commit, packed, the same on every run."""
+def _add_sources(shop: Workshop, tree: Path, *, commits: int = 1) -> None:
+    """Source trees below /src, each a git repository."""
+    trees.pip_sources(tree / "src", SOURCES, shop.log)
+    for project in sorted((tree / "src").iterdir()):
+        project = project.rename(project.with_name(project.name.rpartition("-")[0].lower()))
+        _commit(project, shop.log, commits)
+
+
+def _commit(project: Path, log: Path, commits: int) -> None:
+    """Make a source tree a git repository of so many commits, packed, the same on every run."""
     settings = ("user.name=builder", "user.email=builder@localhost", "gc.auto=0", "pack.threads=1")
     identity = [argument for setting in settings for argument in ("-c", setting)]
-    date = {"GIT_AUTHOR_DATE": f"{layers.EPOCH} +0000", "GIT_COMMITTER_DATE": f"{layers.EPOCH} +0000"}
-    git = ["env", *(f"{key}={value}" for key, value in date.items()), "git", *identity, "-C", str(project)]
-    for command in (("init", "-q", "--template="), ("add", "-A", "-f"), ("commit", "-q", "-m", "Import"), ("gc", "-q")):
-        trees.run([*git, *command], log)
+    files = [name for name in layers.walk(project) if not os.path.isdir(os.path.join(os.fsencode(project), name))]
+
+    def git(*command: str, ago: int = 0) -> None:
+        date = f"{layers.EPOCH - ago * 86_400} +0000"
+        dated = ("env", f"GIT_AUTHOR_DATE={date}", f"GIT_COMMITTER_DATE={date}")
+        trees.run([*dated, "git", *identity, "-C", str(project), *command], log)
+
+    git("init", "-q", "--template=")
+    for number in range(1, commits):
+        with tempfile.NamedTemporaryFile() as listed:
+            listed.write(b"\0".join(files[number - 1 :: commits]))
+            listed.flush()
+            git("--literal-pathspecs", "add", "-f", f"--pathspec-from-file={listed.name}", "--pathspec-file-nul")
+        git("commit", "-q", "-m", f"Part {number} of {commits}", ago=commits - number)
+    git("add", "-A", "-f")
+    git("commit", "-q", "-m", "Import")
+    git("gc", "-q")
     trees.settle(project / ".git")
 
 
@@ -260,6 +303,7 @@ RECIPES: dict[str, tuple[Callable[[Workshop], None], str, tuple[str, ...]]] = {
     "full": (full, "debian:full", ("minbase",)),
     "changed": (changed, "debian:changed", ("full",)),
     "workspace": (workspace, "debian:workspace", ("full",)),
+    "workloads": (workloads, "debian:workloads", ("minbase",)),
     "toolkit": (toolkit, "toolkit", ()),
     "django": (django, f"django:{DJANGO_RELEASES[-1]}", ()),
     "demo": (demo, "demo:workspace", ()),

@@ -59,9 +59,18 @@ def pip_install(tree: Path, requirements: Iterable[str], log: Path, *, target: s
         _drop_scripts(Path(site))
         settle(Path(site))  # before compiling: a .pyc holds the time of its source
         if compiled:
-            run([sys.executable, "-m", "compileall", "-q", "-s", site, "-p", f"/{target}", site], log)
+            _compile(Path(site), Path(site), f"/{target}", log)
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copytree(site, directory, symlinks=True, dirs_exist_ok=True)
+
+
+def compile_sources(tree: Path, target: str, log: Path) -> None:
+    """What Debian 12's Python writes when it imports all modules below ``target`` of ``tree``."""
+    _compile(tree / target, tree, "/", log)
+
+
+def _compile(directory: Path, strip: Path, prepend: str, log: Path) -> None:
+    run([sys.executable, "-m", "compileall", "-q", "-s", str(strip), "-p", prepend, str(directory)], log)
 
 
 def _drop_scripts(site: Path) -> None:
@@ -80,6 +89,14 @@ def pip_sources(tree: Path, requirements: Iterable[str], log: Path) -> None:
         run([*command, *requirements], log, tries=2)
         for archive in sorted(Path(scratch).iterdir()):
             run(["tar", "--extract", "--no-same-owner", "-C", str(tree), "-f", str(archive)], log)
+
+
+def pip_wheels(directory: Path, requirements: Iterable[str], log: Path) -> None:
+    """Put wheels of pure Python into ``directory``, as they are."""
+    directory.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--platform=any"]
+    run([*command, f"--dest={directory}", *requirements], log, tries=2)
+    settle(directory)
 
 
 def settle(tree: Path) -> None:
