@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,8 @@ from prefetch.plans.replay import Replay, ReplayStats
 from prefetch.readahead import ReadAhead
 from prefetch.statistics import UNOBSERVED, Observer
 
+_LAYERS_AT_ONCE = 4
+"""Of one image, where they are fetched."""
 FILES = Way("eager", "files", "everything is fetched before the mount")
 
 
@@ -167,16 +170,8 @@ class Node:
         """
         self.planned.check(plan)
         name = new_id() if id is None else id
-        fetched = Fetched()
         with self._held() as keys:
-            mountable = []
-            for number, layer in enumerate(image.layers):
-                asked = image.names[number if len(image.names) > 1 else 0][1]
-                ready, cost = self.layers.take(layer, image.store, way, name=asked, progress=progress)
-                keys.append(ready.key)
-                self._renew(ready)
-                mountable.append(ready)
-                fetched += cost
+            mountable, fetched = self._take_all(image, way, keys, progress)
             planned = self._begin(image, way, keys, plan)
             sandbox: Sandbox | None = None
             try:
@@ -201,6 +196,29 @@ class Node:
                 raise
             self._stand(sandbox, keys, planned)
         return sandbox
+
+    def _take_all(
+        self, image: NodeImage, way: Way, keys: list[str], progress: Progress
+    ) -> tuple[list[MountableLayer], Fetched]:
+        """The layers of an image, ready, and what that cost. What is held is in ``keys``, also when it raises.
+
+        Several that are new here are fetched at the same time.
+        """
+
+        def take(number: int) -> tuple[MountableLayer, Fetched]:
+            asked = image.names[number if len(image.names) > 1 else 0][1]
+            ready, cost = self.layers.take(image.layers[number], image.store, way, name=asked, progress=progress)
+            keys.append(ready.key)
+            self._renew(ready)
+            return ready, cost
+
+        numbers = range(len(image.layers))
+        if len(numbers) > 1 and sum(not self.cache.metadata.has(layer) for layer in image.layers) > 1:
+            with ThreadPoolExecutor(min(len(numbers), _LAYERS_AT_ONCE), "take-layer") as pool:
+                taken = list(pool.map(take, numbers))
+        else:
+            taken = [take(number) for number in numbers]
+        return [ready for ready, _ in taken], sum((cost for _, cost in taken), Fetched())
 
     def _begin(self, image: NodeImage, way: Way, keys: Sequence[str], plan: str) -> PlannedStart | None:
         if way.guards is None or plan == NONE:

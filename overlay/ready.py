@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -29,6 +30,8 @@ from prefetch.plan import frames_used, plan_eager
 
 DIRECT = "direct"
 """Variant of mounts whose devices are raw packs of a store."""
+_OPENED_AT_ONCE = 8
+"""Packs of one layer; a layer has up to 33."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +128,30 @@ class ReadyLayers:
         fetched = Fetched()
         if not self._cache.metadata.has(layer):
             fetched += Fetched(1, layer.blob_size, layer.metadata_size)
-        image = self._cache.metadata.ensure(layer, store)
         if way.mode == DIRECT:
+            image = self._cache.metadata.ensure(layer, store)
             hold.mountable = MountableLayer(layer.metadata.hex, image, raw_devices(layer, store, name=name), DIRECT)
             hold.whole = True
             return fetched
-        hold.packs = tuple(self._cache.pack(pack, store) for pack in layer.packs)
+        hold.packs = self._opened(layer, store, afresh=bool(fetched.requests))
         hold.stores.add(store.location)
         if way.guards is not None:
             hold.mountable = self._guarded(hold, key, way.guards)
         return fetched
+
+    def _opened(self, layer: Layer, store: Store, *, afresh: bool) -> tuple[CachedPack, ...]:
+        """The packs of a layer whose metadata image is on the node then.
+
+        ``afresh``: it isn't yet. Then its packs are new here, too, for the most part; each costs turns of the store, so
+        they are asked for at the same time.
+        """
+        if not afresh:
+            return tuple(self._cache.pack(pack, store) for pack in layer.packs)
+        with ThreadPoolExecutor(1 + min(len(layer.packs), _OPENED_AT_ONCE), "open-layer") as pool:
+            metadata = pool.submit(self._cache.metadata.ensure, layer, store)
+            packs = [pool.submit(self._cache.pack, pack, store) for pack in layer.packs]
+            metadata.result()
+            return tuple(each.result() for each in packs)
 
     def retake(self, key: str, guards: Guards | None) -> MountableLayer:
         """Hold a layer that a sandbox stands on since before this process began, from what the cache has of it.

@@ -234,6 +234,7 @@ class _Keeper:
                 self._answer_late((status.st_dev, status.st_ino), event)
                 return
             covers = pack.frames.covering(offset, length)
+            pack.frames.touch(covers)
             if length < 0:
                 self._readers.deny(number, "its range is not known", pack=pack.hex, pid=pid)
             elif pack.frames.is_ready(covers):

@@ -156,6 +156,7 @@ class PackFiles:
         if length <= 0:
             return b""
         needed = source.frames.covering(offset, length)
+        source.frames.touch(needed)
         if not source.frames.is_ready(needed):
             if not pack.guarded:
                 raise ValueError("a frame is missing, and nobody is asked for it any more")
