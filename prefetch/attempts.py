@@ -14,8 +14,6 @@ from layerstore.errors import CorruptError, ImgtoolError, MalformedError, NotFou
 
 ANSWERS = 2
 """Wrong answers that are taken from one place: a fault on the way may pass, one in the store doesn't."""
-ROUNDS = 8
-"""Rounds for those that have no deadline: ten seconds of pauses, and the time of the attempts."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
 """Seconds. Doubled after each round; half of each is left to chance, so that the nodes of a fleet don't ask in step."""
 

@@ -7,7 +7,6 @@ being *read*. One that nobody wants any more is forgotten, except while it is be
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from threading import Thread
@@ -22,6 +21,10 @@ from prefetch.statistics import Priority, Tally
 
 RAW_PER_READ = FRAMES_PER_READ * FRAME_SIZE
 """Bytes that one read brings at most, if it is more than one frame: packs of others may have larger frames."""
+ROUNDS = 8
+"""Rounds for those that have no deadline: ten seconds of pauses, and the time of the attempts."""
+LATE_SECONDS = 1.0
+"""A reader doesn't join a plan's read that has been under way for so long: one of its own may be faster."""
 SLOWEST = 128 << 10
 """Bytes a second below which a link counts as one that doesn't answer; :mod:`layerstore.store.httpget` has it, too."""
 
@@ -33,6 +36,8 @@ class Want:
         done: to be called once, when it is finished, with ``error``.
         deadline: by the fetcher's clock; None: as long as it takes.
         since: when it came.
+        due: when it is needed, by the fetcher's clock: of the background, what is due first comes first.
+        rounds: of attempts at a frame, after which it fails if it has no deadline.
         busy: keeps the pack from eviction, entered by whoever adds the want and left before ``done`` is called.
         left: the frames that are not there yet.
         tally: counts what was taken from stores for it.
@@ -44,11 +49,13 @@ class Want:
         "busy",
         "deadline",
         "done",
+        "due",
         "error",
         "finished",
         "left",
         "pack",
         "priority",
+        "rounds",
         "since",
         "tally",
     )
@@ -61,6 +68,8 @@ class Want:
         deadline: float | None,
         since: float,
         *,
+        due: float | None = None,
+        rounds: int = ROUNDS,
         tally: Tally | None = None,
         advance: Callable[[int], None] | None = None,
     ) -> None:
@@ -69,6 +78,8 @@ class Want:
         self.priority = priority
         self.deadline = deadline
         self.since = since
+        self.due = since if due is None else due
+        self.rounds = rounds
         self.tally = tally
         self.advance = advance
         self.busy = pack.busy()
@@ -78,14 +89,15 @@ class Want:
 
 
 class Frame:
-    """A frame of the backlog; ``queue`` is where it is queued, ``read`` what reads it."""
+    """A frame of the backlog; ``queue`` is where it is queued, ``read`` what reads it, ``due`` that of its wants."""
 
-    __slots__ = ("attempts", "number", "pack", "priority", "queue", "read", "wants")
+    __slots__ = ("attempts", "due", "number", "pack", "priority", "queue", "read", "wants")
 
-    def __init__(self, pack: CachedPack, number: int, priority: Priority) -> None:
+    def __init__(self, pack: CachedPack, number: int, priority: Priority, due: float) -> None:
         self.pack = pack
         self.number = number
         self.priority = priority
+        self.due = due
         self.queue: Priority | None = None
         self.read: Read | None = None
         self.wants: list[Want] = []
@@ -113,10 +125,11 @@ class Read:
         started: when it was taken.
         arrived: whether the store has answered; what follows is the node's own work.
         given_up: nobody counts on it any more; its frames are somebody else's.
+        urgency: the priority of the most urgent of its frames, and when the first of that priority is due.
         thread: carries it out.
     """
 
-    __slots__ = ("arrived", "frames", "given_up", "pack", "priority", "started", "thread", "way")
+    __slots__ = ("arrived", "frames", "given_up", "pack", "priority", "started", "thread", "urgency", "way")
 
     def __init__(self, frames: list[Frame], way: Way, priority: Priority) -> None:
         self.pack = frames[0].pack
@@ -126,6 +139,7 @@ class Read:
         self.started = 0.0
         self.arrived = False
         self.given_up = False
+        self.urgency = min((frame.priority, frame.due) for frame in frames)
         self.thread: Thread | None = None
 
     @property
@@ -138,6 +152,17 @@ class Read:
         first, _ = self.pack.index.raw_range(self.numbers[0])
         last, length = self.pack.index.raw_range(self.numbers[-1])
         return self.started + (last + length - first) / SLOWEST
+
+    @property
+    def size(self) -> int:
+        """Bytes that a store is asked for."""
+        return self.pack.index.blob_range(self.numbers)[1] if isinstance(self.way, Origin) else 0
+
+
+_Entry = tuple[float, int, Frame]
+"""What comes first, then in order; the frame itself is never compared."""
+_FIRST = float("-inf")
+NO_LIMIT = float("inf")
 
 
 class Backlog:
@@ -154,8 +179,8 @@ class Backlog:
         self.resting = 0
         self.waiting = 0
         self._packs: dict[CachedPack, dict[int, Frame]] = {}
-        # Entries whose frame has left its queue are skipped when their turn comes.
-        self._queues: tuple[deque[Frame], deque[Frame]] = (deque(), deque())
+        # Heaps. Entries whose frame has left its queue are skipped when their turn comes.
+        self._queues: tuple[list[_Entry], list[_Entry]] = ([], [])
         self._rest: list[tuple[float, int, Frame]] = []
         self._asleep: set[Frame] = set()
         self._order = count()
@@ -177,18 +202,39 @@ class Backlog:
         for number in numbers:
             frame = frames.get(number)
             if frame is None:
-                frame = frames[number] = Frame(want.pack, number, want.priority)
+                frame = frames[number] = Frame(want.pack, number, want.priority, want.due)
                 fresh.append(frame)
-            elif want.priority < frame.priority or not frame.wants:
-                frame.priority = want.priority
-                if frame.queue is not None:
-                    self._leave(frame)
-                    fresh.append(frame)
+            elif self._hasten(frame, want):
+                fresh.append(frame)
             if frame not in want.left:
                 frame.wants.append(want)
                 want.left.add(frame)
         for frame in reversed(fresh) if first else fresh:
             self.enter(frame, first=first)
+
+    def _hasten(self, frame: Frame, want: Want) -> bool:
+        """``want`` may be more urgent than all who wait for a frame; returns whether that is to be queued anew."""
+        if frame.wants and (want.priority, want.due) >= (frame.priority, frame.due):
+            return False
+        demanded = want.priority < frame.priority
+        frame.priority, frame.due = want.priority, want.due
+        if frame.queue is not None:
+            self._leave(frame)
+            return True
+        if demanded:
+            frame.attempts = None  # what failed for a plan doesn't count against a reader
+        if frame in self._asleep:
+            if demanded:
+                self._rouse(frame)
+            return demanded
+        read = frame.read
+        if read is None:
+            return False
+        if demanded and not read.arrived and want.since - read.started >= LATE_SECONDS:
+            frame.read = None
+            return True
+        read.urgency = min(read.urgency, (want.priority, want.due))
+        return False
 
     def drop(self, want: Want) -> None:
         """``want`` is finished: its frames are no longer for it."""
@@ -202,9 +248,9 @@ class Backlog:
                 if frame.read is None:
                     self._forget(frame)
                 continue
-            priority = min(each.priority for each in frame.wants)
+            priority, due = min((each.priority, each.due) for each in frame.wants)
             if priority != frame.priority:
-                frame.priority = priority
+                frame.priority, frame.due = priority, due
                 if frame.queue is not None:
                     self._leave(frame)
                     self.enter(frame)
@@ -224,9 +270,12 @@ class Backlog:
                 finished.append(want)
         return wants, finished
 
-    def fail(self, frame: Frame, error: ImgtoolError, *, endless: bool = False) -> list[Want]:
-        """``frame`` can't be had; returns those who therefore wait no more (``endless``: those without a deadline)."""
-        failed = [want for want in frame.wants if want.deadline is None or not endless]
+    def fail(self, frame: Frame, error: ImgtoolError, *, rounds: float | None = None) -> list[Want]:
+        """``frame`` can't be had; returns those who therefore wait no more.
+
+        ``rounds``: can't be had in so many, which is enough for some of those who have no deadline.
+        """
+        failed = [want for want in frame.wants if rounds is None or (want.deadline is None and want.rounds <= rounds)]
         for want in failed:
             want.error = error
             self.drop(want)
@@ -236,11 +285,10 @@ class Backlog:
         """Queue a frame that is nowhere; ``first``: before all others of its priority."""
         frame.queue = frame.priority
         self.queued[frame.queue] += 1
-        queue = self._queues[frame.queue]
-        if first:
-            queue.appendleft(frame)
-        else:
-            queue.append(frame)
+        order = next(self._order)
+        due = frame.due if frame.queue == Priority.BACKGROUND else 0.0
+        entry = (_FIRST, -order, frame) if first else (due, order, frame)
+        heapq.heappush(self._queues[frame.queue], entry)
 
     def rest(self, frame: Frame, until: float) -> None:
         """Queue a frame that is nowhere when its time has come."""
@@ -262,32 +310,38 @@ class Backlog:
 
     # --- reads
 
-    def take(self, way: Callable[[Frame], Way], *, background: bool) -> Read | None:
-        """The next read: demand in order of arrival, then (if ``background``) the rest; with neighbours of its kind."""
-        for priority in (Priority.DEMAND, Priority.BACKGROUND) if background else (Priority.DEMAND,):
+    def take(self, way: Callable[[Frame], Way], *, background: float | None) -> Read | None:
+        """The next read, with neighbours of its kind: demand in order of arrival, then background by when it is due.
+
+        ``background``: bytes that a read of it may bring, if it is more than one frame; None if it has to wait.
+        """
+        for priority in Priority:
+            most = NO_LIMIT if priority == Priority.DEMAND else background
             queue = self._queues[priority]
-            while queue:
-                frame = queue.popleft()
+            while queue and most is not None:
+                frame = heapq.heappop(queue)[2]
                 if frame.queue == priority:
-                    return self._read(frame, priority, way)
+                    return self._read(frame, priority, way, most)
         return None
 
-    def _read(self, frame: Frame, priority: Priority, way: Callable[[Frame], Way]) -> Read:
+    def _read(self, frame: Frame, priority: Priority, way: Callable[[Frame], Way], most: float) -> Read:
         chosen = way(frame)
         frames = [frame]
         if not frame.alone:
             others = self._packs[frame.pack]
-            raw_range = frame.pack.index.raw_range
-            size = raw_range(frame.number)[1]
+            index = frame.pack.index
+            size = index.raw_range(frame.number)[1]
+            compressed = index.compressed_size(frame.number)
             for step in (1, -1):
                 number = frame.number + step
                 while len(frames) < FRAMES_PER_READ:
                     other = others.get(number)
                     if other is None or other.queue != priority or other.alone:
                         break
-                    size += raw_range(number)[1]
+                    size += index.raw_range(number)[1]
+                    compressed += index.compressed_size(number)
                     there = way(other)
-                    if size > RAW_PER_READ or (there is not chosen and there != chosen):
+                    if size > RAW_PER_READ or compressed > most or (there is not chosen and there != chosen):
                         break
                     frames.append(other)
                     number += step

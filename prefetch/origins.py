@@ -12,7 +12,7 @@ from layerstore.digest import Digest
 from layerstore.errors import CorruptError, ImgtoolError, NotFoundError, UnavailableError
 from layerstore.pack.reader import FrameIndex
 from layerstore.store.failures import disk_errors
-from layerstore.store.protocol import Blob, Store
+from layerstore.store.protocol import Blob, SizedStore, Store
 from prefetch.attempts import Attempts
 from prefetch.clock import Clock
 
@@ -115,7 +115,11 @@ class Origins:
 
     def _opened(self, key: _Key, pack: CachedPack, origin: Origin) -> OpenBlob:
         with disk_errors(f"open blob {origin.pack.blob}"):
-            blob = self._store(origin.location).open(origin.pack.blob)
+            store = self._store(origin.location)
+            if isinstance(store, SizedStore):
+                blob = store.open_sized(origin.pack.blob, origin.pack.blob_size)
+            else:
+                blob = store.open(origin.pack.blob)
         try:
             if blob.size != origin.pack.blob_size:
                 raise CorruptError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from layerstore.cache.format import Origin
@@ -72,11 +72,9 @@ class Reader:
             return
         try:
             with read.pack.busy():
-                for frame in sorted(read.frames, key=_priority):
-                    with self._turns.take(frame.priority):
-                        right = read.pack.verify(frame.number)
-                    if right:
-                        compressed = read.pack.index.blob_range(range(frame.number, frame.number + 1))[1]
+                for frame in self._in_turn(read):
+                    if read.pack.verify(frame.number):
+                        compressed = read.pack.index.compressed_size(frame.number)
                         self._outcome.there(read, frame.number, 0, compressed)
                     else:
                         self._outcome.unfit(read, frame)
@@ -115,41 +113,55 @@ class Reader:
         self._outcome.refused(read, read.frames, error)
 
     def _put(self, read: Read, opened: OpenBlob, start: int, length: int, data: bytes) -> None:
-        """Verify and write what came. What a reader waits for comes first."""
+        """Verify and write what came."""
         pack, index, view = read.pack, opened.index, memoryview(data)
-        frames = sorted(read.frames, key=_priority)
+        left = {frame.number for frame in read.frames}
         written = []
-        for done, frame in enumerate(frames):
+        for frame in self._in_turn(read):
             number = frame.number
             at, size = index.blob_range(range(number, number + 1))
             if pack.frames.state(number) == READY:
                 self._outcome.there(read, number, 0, size)
+                left.discard(number)
                 continue
             part = view[at - start : at - start + size]
             try:
-                with self._turns.take(frame.priority):
-                    if len(part) != size:
-                        what = f"frame {number} of pack {pack.digest}"
-                        raise CorruptError(f"{what}: the store answered with {len(data)} bytes, not {length}")
-                    raw = index.decode(number, part)
+                if len(part) != size:
+                    what = f"frame {number} of pack {pack.digest}"
+                    raise CorruptError(f"{what}: the store answered with {len(data)} bytes, not {length}")
+                raw = index.decode(number, part)
             except ImgtoolError as error:
                 self._origins.spoil(opened)  # before somebody else tries the frame again
                 self._outcome.refused(read, [frame], error)
+                left.discard(number)
                 continue
             try:
-                self._write(pack, number, raw, [each.number for each in frames[done:]])
+                self._write(pack, number, raw, left)
             except NoSpaceError as error:
-                self._outcome.lost(read, frames[done:], error)
+                self._outcome.lost(read, [each for each in read.frames if each.number in left], error)
                 break
             except ImgtoolError as error:
                 self._outcome.lost(read, [frame], error)
+                left.discard(number)
                 continue
             written.append(number)
+            left.discard(number)
             self._outcome.there(read, number, len(raw), size)
         if written:
             self._outcome.brought(read, sorted(written), len(data))
 
-    def _write(self, pack: CachedPack, number: int, raw: bytes, left: Sequence[int]) -> None:
+    def _in_turn(self, read: Read) -> Iterator[Frame]:
+        """The frames of a read, each when its turn has come: what a reader waits for first, then what is due first."""
+        left = list(read.frames)
+        with self._turns.take(lambda: read.urgency) as turn:
+            while left:
+                frame = min(left, key=lambda frame: (frame.priority, frame.due))
+                left.remove(frame)
+                yield frame
+                if left:
+                    turn.give_way()
+
+    def _write(self, pack: CachedPack, number: int, raw: bytes, left: Collection[int]) -> None:
         """Write a frame; if the disk is full, make room for all that are ``left`` of the read."""
         try:
             pack.write(number, raw)
@@ -166,7 +178,3 @@ class Reader:
                 if not self._room(sum(pack.index.raw_range(each)[1] for each in left), pack.hex):
                     break
         raise full
-
-
-def _priority(frame: Frame) -> int:
-    return frame.priority

@@ -12,16 +12,14 @@ from itertools import count
 from threading import Thread
 
 from layerstore.cache.format import Origin
+from layerstore.cache.packs import CachedPack
 from layerstore.errors import ImgtoolError, UnavailableError
-from prefetch.attempts import ROUNDS, Attempts
+from prefetch.attempts import Attempts
 from prefetch.backlog import Backlog, Frame, Read, Want, Way
+from prefetch.share import QUIET_SECONDS, Share
 from prefetch.statistics import FetchStats, Priority, Tally
 
 NEVER = float("inf")
-BACKGROUND_BESIDE_DEMAND = 2
-"""Background reads at a time while readers demand: they share the link. Two keep it busy."""
-QUIET_SECONDS = 0.5
-"""So long after the last demand background goes on as before."""
 
 
 class Schedule:
@@ -37,10 +35,12 @@ class Schedule:
         """``way`` says how a frame is to be had now; ``background``: reads of that priority at a time."""
         self._way = way
         self._background_most = background
-        self._background_beside = min(background, BACKGROUND_BESIDE_DEMAND)
         self._backlog = Backlog()
+        self._share = Share()
         self._reads: dict[Read, None] = {}
         self._background = 0
+        self._asking = 0
+        """Background reads that the store has not answered."""
         self._demanded = -NEVER
         self._deadlines: list[tuple[float, int, Want]] = []
         self._order = count()
@@ -56,8 +56,6 @@ class Schedule:
     def add(self, want: Want, numbers: Iterable[int], *, first: bool = False) -> None:
         """Let ``want`` wait; ``first``: before others of its priority."""
         self._backlog.add(want, numbers, first=first)
-        if want.priority == Priority.DEMAND:
-            self._demanded = max(self._demanded, want.since)
         if want.deadline is None:
             return
         if len(self._deadlines) > 1000 + 4 * self._backlog.waiting:
@@ -65,6 +63,11 @@ class Schedule:
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (want.deadline, next(self._order), want))
         self.next_event = min(self.next_event, want.deadline)
+
+    def is_planned(self, pack: CachedPack, number: int) -> bool:
+        """Whether a plan waits for a frame."""
+        frame = self._backlog.get(pack, number)
+        return frame is not None and any(want.tally is not None for want in frame.wants)
 
     def drop(self, want: Want) -> None:
         """Nobody waits for ``want`` any more."""
@@ -79,7 +82,7 @@ class Schedule:
         """Fail those who have no deadline; returns them."""
         frames = list(self._backlog)
         return self._finished(
-            [want for frame in frames for want in self._backlog.fail(frame, error, endless=True)], now
+            [want for frame in frames for want in self._backlog.fail(frame, error, rounds=NEVER)], now
         )
 
     def overdue(self, now: float) -> list[Want]:
@@ -114,30 +117,41 @@ class Schedule:
     def has_work(self, now: float) -> bool:
         """Whether another thread would find something to read."""
         demand, background = self._backlog.queued
-        return demand > 0 or (background > 0 and self._may_take_background(now))
+        return demand > 0 or (background > 0 and self._room(now) is not None)
 
-    def _may_take_background(self, now: float) -> bool:
-        quiet = now - self._demanded >= QUIET_SECONDS
-        return self._background < (self._background_most if quiet else self._background_beside)
+    def _room(self, now: float) -> float | None:
+        """Bytes that a background read may ask for; None: it has to wait. One at a time may go on, whatever comes."""
+        if self._background >= self._background_most:
+            return None
+        return self._share.part if self._share.has_room or not self._asking else None
 
     def start(self, thread: Thread, now: float) -> Read | None:
         """The next read, which ``thread`` is to carry out; None if there is none."""
-        read = self._backlog.take(self._way, background=self._may_take_background(now))
+        read = self._backlog.take(self._way, background=self._room(now))
         if read is None:
             return None
         read.thread, read.started = thread, now
         self._reads[read] = None
         if read.priority == Priority.BACKGROUND:
             self._background += 1
+            self._asking += 1
+        else:
+            self._demanded = now
         if isinstance(read.way, Origin):
+            self._share.started(read.size)
             self._taken[read.priority].requests += 1
             self._coalesced += len(read.frames) - 1
-            if (tally := read.frames[0].wants[0].tally) is not None:
+            if (tally := _payer(read.frames[0], read).tally) is not None:
                 tally.requests += 1
         return read
 
-    def arrived(self, read: Read, size: int) -> None:
+    def arrived(self, read: Read, size: int, now: float) -> None:
         """The store has answered with ``size`` bytes."""
+        if not read.given_up:
+            self._answered(read)
+            if isinstance(read.way, Origin):
+                beside = now - self._demanded < QUIET_SECONDS
+                self._share.arrived(read.size, now - read.started, beside=beside)
         read.arrived = True
         self.local += 1
         self._taken[read.priority].compressed += size
@@ -154,7 +168,7 @@ class Schedule:
             return (), ()
         if not raw:
             self._verified += 1
-        elif frame.wants and (tally := frame.wants[0].tally) is not None:
+        elif frame.wants and (tally := _payer(frame, read).tally) is not None:
             tally.compressed += compressed
             tally.raw += raw
             tally.frames += 1
@@ -178,8 +192,7 @@ class Schedule:
                 what = f"frame {frame.number} of pack {frame.pack.digest}"
                 failed += self._backlog.fail(frame, attempts.verdict(what, frame.pack.index.sha256(frame.number)))
                 continue
-            if attempts.rounds >= ROUNDS:
-                failed += self._backlog.fail(frame, error, endless=True)
+            failed += self._backlog.fail(frame, error, rounds=attempts.rounds)
             if not frame.wants:
                 continue
             self._retries += 1
@@ -195,13 +208,13 @@ class Schedule:
         returned = self._take_back(read, frames)
         return self._finished([want for frame in returned for want in self._backlog.fail(frame, error)], now)
 
-    def finish(self, read: Read) -> None:
+    def finish(self, read: Read, now: float) -> None:
         """The thread of ``read`` is done with it."""
         if read.given_up:
             assert read.thread is not None
             self.stuck.discard(read.thread)
         else:
-            self._leave(read)
+            self._leave(read, now)
             self.again(read, read.frames)
         if read.arrived:
             self.local -= 1
@@ -210,11 +223,11 @@ class Schedule:
         """When the first of the reads that the store has not answered should have been; ``since`` if that is before."""
         return min(since, min((read.expected for read in self._reads if not read.arrived), default=since))
 
-    def give_up(self, before: float) -> list[Read]:
+    def give_up(self, before: float, now: float) -> list[Read]:
         """Reads that should have been answered ``before``: they no longer count. Their frames are to be refused."""
         late = [read for read in self._reads if not read.arrived and read.expected <= before]
         for read in late:
-            self._leave(read)
+            self._leave(read, now)
             assert read.thread is not None
             self.stuck.add(read.thread)
             self._stalled += 1
@@ -224,10 +237,20 @@ class Schedule:
         """The threads of reads that nobody has given up."""
         return {read.thread for read in self._reads if read.thread is not None}
 
-    def _leave(self, read: Read) -> None:
+    def _leave(self, read: Read, now: float) -> None:
         del self._reads[read]
         if read.priority == Priority.BACKGROUND:
             self._background -= 1
+        else:
+            self._demanded = now
+        if not read.arrived:
+            self._answered(read)
+            if isinstance(read.way, Origin):
+                self._share.lost(read.size)
+
+    def _answered(self, read: Read) -> None:
+        if read.priority == Priority.BACKGROUND:
+            self._asking -= 1
 
     def _take_back(self, read: Read, frames: Sequence[Frame]) -> list[Frame]:
         """Those of the frames that depend on ``read`` and are still wanted, last first; now they are nowhere."""
@@ -259,6 +282,11 @@ class Schedule:
             demand_waits=self._demand_waits,
             demand_seconds=self._demand_seconds,
         )
+
+
+def _payer(frame: Frame, read: Read) -> Want:
+    """For whom a frame is read: the first who waits with the priority that the read began with."""
+    return next((want for want in frame.wants if want.priority == read.priority), frame.wants[0])
 
 
 def _why(want: Want, now: float) -> str:

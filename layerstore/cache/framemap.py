@@ -2,11 +2,12 @@
 
 One memfd for each open pack, little-endian::
 
-    FrameMapHeader | raw offset of each frame, then the raw size: u64 each | one state byte for each frame
+    FrameMapHeader | raw offset of each frame, then the raw size: u64 each | states: u8 each | touched: u8 each
 
 It lasts as long as a process holds its descriptor, so it tells what the page cache has, which may be more than what
-``frames`` of the cache promises after a crash of the machine. There is one writer at a time; readers need no lock,
-since a state is one byte and is set after the data are written.
+``frames`` of the cache promises after a crash of the machine. There is one writer of states at a time; readers need no
+lock, since a state is one byte and is set after the data are written. A frame is touched once a reader has asked for
+it, whether or not it was there: those who answer readers write that, and only ever 1.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from typing import ClassVar
 from layerstore.errors import MalformedError
 
 MAGIC = b"imgfrmap"
-VERSION = 1
+VERSION = 2
+UNTOUCHED_VERSION = 1
+"""Without what is touched. A service that is upgraded while it runs hands such maps over: they are read, not made."""
 MAX_FRAMES = 1 << 26
 """16 TiB of raw pack at 256 KiB a frame."""
 
@@ -43,20 +46,21 @@ class FrameMapHeader:
     frames: int
     raw_size: int
     pack_sha256: bytes
+    version: int = VERSION
 
     STRUCT: ClassVar[Struct] = Struct("<8sHxxIQ32s8x")
 
     def pack(self) -> bytes:
-        return self.STRUCT.pack(MAGIC, VERSION, self.frames, self.raw_size, self.pack_sha256)
+        return self.STRUCT.pack(MAGIC, self.version, self.frames, self.raw_size, self.pack_sha256)
 
     @classmethod
     def unpack(cls, data: bytes) -> FrameMapHeader:
         if len(data) < cls.STRUCT.size:
             raise MalformedError(f"frame map of {len(data)} bytes is shorter than its header")
         magic, version, frames, raw_size, sha256 = cls.STRUCT.unpack_from(data)
-        if magic != MAGIC or version != VERSION or frames > MAX_FRAMES:
+        if magic != MAGIC or version not in (UNTOUCHED_VERSION, VERSION) or frames > MAX_FRAMES:
             raise MalformedError(f"not a frame map of version {VERSION}: {data[:16].hex()}")
-        return cls(frames, raw_size, sha256)
+        return cls(frames, raw_size, sha256, version)
 
 
 class FrameMap:
@@ -73,7 +77,9 @@ class FrameMap:
         self.header = FrameMapHeader.unpack(os.pread(fd, FrameMapHeader.STRUCT.size, 0))
         at = FrameMapHeader.STRUCT.size
         self._states_at = at + 8 * (self.header.frames + 1)
-        if size != self._states_at + self.header.frames:
+        self._touched_at = self._states_at + self.header.frames
+        self._keeps_touches = self.header.version != UNTOUCHED_VERSION
+        if size != self._touched_at + self._keeps_touches * self.header.frames:
             raise MalformedError(f"frame map of {size} bytes does not hold {self.header.frames} frames")
         self._memory = mmap.mmap(fd, size)
         offsets = array("Q")
@@ -84,7 +90,7 @@ class FrameMap:
     def create(cls, pack_sha256: bytes, raw_size: int, raw_offsets: Sequence[int], states: bytes) -> FrameMap:
         """A new map in memory of its own; ``states`` has one of the states above for each frame."""
         header = FrameMapHeader(len(raw_offsets), raw_size, pack_sha256)
-        content = header.pack() + array("Q", [*raw_offsets, raw_size]).tobytes() + states
+        content = header.pack() + array("Q", [*raw_offsets, raw_size]).tobytes() + states + bytes(len(states))
         fd = os.memfd_create("imgtool-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.write(fd, content)
@@ -126,7 +132,17 @@ class FrameMap:
 
     def states(self) -> bytes:
         """A copy of all states."""
-        return self._memory[self._states_at :]
+        return self._memory[self._states_at : self._touched_at]
+
+    def touch(self, numbers: range) -> None:
+        """A reader has asked for these neighbouring frames. Nothing, for a map that doesn't keep it."""
+        if self._keeps_touches:
+            start = self._touched_at + numbers.start
+            self._memory[start : start + len(numbers)] = b"\1" * len(numbers)
+
+    def touched(self) -> bytes:
+        """A copy: of each frame, 1 if a reader has asked for it since the map was made, else 0."""
+        return self._memory[self._touched_at :] if self._keeps_touches else bytes(self.header.frames)
 
     def unready(self, numbers: Iterable[int]) -> list[int]:
         """Those that may not be read yet."""

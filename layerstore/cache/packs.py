@@ -239,6 +239,12 @@ class CachedPack:
             states = self.frames.states()
         return any(states[number] == MISSING for number in numbers)
 
+    def touched(self, numbers: Iterable[int]) -> int:
+        """How many of these a reader has asked for, since the map was made: see :meth:`FrameMap.touch`."""
+        with self._call():
+            touched = self.frames.touched()
+        return sum(touched[number] for number in numbers)
+
     def verify(self, number: int) -> bool:
         """Whether a frame may be read; an UNVERIFIED one is hashed, and becomes READY or MISSING.
 

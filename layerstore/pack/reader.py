@@ -101,6 +101,12 @@ class FrameIndex:
         end = self._blob_offsets[after] if after < len(self) else self.data_end
         return start, end - start
 
+    def compressed_size(self, number: int) -> int:
+        """Bytes of a frame in the blob."""
+        after = number + 1
+        end = self._blob_offsets[after] if after < len(self._blob_offsets) else self.data_end
+        return end - self._blob_offsets[number]
+
     def decode(self, number: int, compressed: bytes | memoryview) -> bytes:
         """Decompress a frame and check it.
 

@@ -106,6 +106,11 @@ def test_only_what_is_read_is_wanted_and_on_whose_behalf(here: Path) -> None:
             assert reader.outcome() == MANY["f10"][4096:8192]
         assert [(want["pack"], want["first"], want["count"]) for want in worker.wants] == [(at.image.pack.hex, 10, 1)]
         assert worker.wants[0]["pid"] == reader.pid
+        touched = [number for number, byte in enumerate(at.image.pack.frames.touched()) if byte]
+        assert touched == [10], "what was asked for is known, whether it was there or not"
+        at.image.pack.fill([20])
+        assert at.reader("f20", 0, 4096).outcome() == MANY["f20"][:4096]
+        assert at.image.pack.frames.touched()[20] == 1
         assert 0 < worker.wants[0]["deadline"] - time.monotonic() <= at.keeper.deadline
 
 

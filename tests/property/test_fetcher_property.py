@@ -38,13 +38,14 @@ from layerstore.cache.format import Origin
 from layerstore.errors import CorruptError, ImgtoolError, NotFoundError, PermissionError_, UnavailableError
 from layerstore.pack.format import FRAME_SIZE
 from prefetch.attempts import ANSWERS, FIRST_PAUSE, LONGEST_PAUSE, Attempts
-from prefetch.backlog import Frame, Read, Want
+from prefetch.backlog import ROUNDS, Frame, Read, Want
 from prefetch.fetcher import Fetched, Fetcher, Priority
 from prefetch.plan import FRAMES_PER_READ, FrameRange, PackFetch
 from prefetch.schedule import Schedule
 
 FRAMES = 24
 BACKGROUND = 2
+COMPRESSED = 100 << 10
 TIMEOUT = 10.0
 SLACK = 0.001
 
@@ -56,7 +57,10 @@ class Pack:
         self.digest = self.hex = name
         self.origins: list[Any] = [Origin(f"{name}{number}", number) for number in range(origins)]  # type: ignore[arg-type]
         self.index = SimpleNamespace(
-            raw_range=lambda number: (number * FRAME_SIZE, FRAME_SIZE), sha256=lambda number: bytes([number]) * 32
+            raw_range=lambda number: (number * FRAME_SIZE, FRAME_SIZE),
+            sha256=lambda number: bytes([number]) * 32,
+            compressed_size=lambda number: COMPRESSED,
+            blob_range=lambda numbers: (numbers.start * COMPRESSED, len(numbers) * COMPRESSED),
         )
 
     def busy(self) -> Any:
@@ -101,13 +105,25 @@ class Scheduling(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
         seconds=st.none() | st.floats(0.01, 60),
         first=st.booleans(),
+        late=st.none() | st.floats(0.0, 60.0),
+        rounds=st.sampled_from([1, ROUNDS]),
     )
-    def want(self, pack: int, numbers: list[int], priority: Priority, seconds: float | None, first: bool) -> None:
+    def want(
+        self,
+        pack: int,
+        numbers: list[int],
+        priority: Priority,
+        seconds: float | None,
+        first: bool,
+        late: float | None,
+        rounds: int,
+    ) -> None:
         where = self.packs[pack]
         lacking = [number for number in numbers if number not in self.ready[where]]
         if lacking:
             deadline = None if seconds is None else self.now + seconds
-            want = Want(where, lambda error: None, priority, deadline, self.now)
+            due = None if late is None else self.now + late
+            want = Want(where, lambda error: None, priority, deadline, self.now, due=due, rounds=rounds)
             self.wants.append(want)
             self.asked[want] = set(lacking)
             self.schedule.add(want, lacking, first=first)
@@ -137,7 +153,7 @@ class Scheduling(RuleBasedStateMachine):
         read = self.some_read(data)
         if read.way is not None:
             if not read.arrived:
-                self.schedule.arrived(read, 100)
+                self.schedule.arrived(read, 100, self.now)
             wrong = data.draw(st.sets(st.sampled_from(read.frames)))
             for frame in read.frames:
                 if frame not in wrong:
@@ -158,7 +174,7 @@ class Scheduling(RuleBasedStateMachine):
             self.tell(self.schedule.refused(read, frames, error, self.now))
 
     def over(self, read: Read) -> None:
-        self.schedule.finish(read)
+        self.schedule.finish(read, self.now)
         (self.given_up if read.given_up else self.reads).remove(read)
 
     @precondition(lambda self: self.reads or self.given_up)
@@ -174,7 +190,7 @@ class Scheduling(RuleBasedStateMachine):
 
     def monitor(self) -> None:
         self.tell(self.schedule.overdue(self.now))
-        for read in self.schedule.give_up(self.now - TIMEOUT):
+        for read in self.schedule.give_up(self.now - TIMEOUT, self.now):
             self.tell(self.schedule.refused(read, read.frames, UnavailableError("stalled"), self.now))
             read.given_up = True
             self.reads.remove(read)
@@ -209,6 +225,9 @@ class Scheduling(RuleBasedStateMachine):
             assert frame.wants, "nobody wants it"
             assert frame.priority == min(want.priority for want in frame.wants)
         assert sum(read.priority == Priority.BACKGROUND for read in self.reads) <= BACKGROUND
+        unanswered = [read for read in self.reads if not read.arrived]
+        assert self.schedule._share.under_way == sum(read.size for read in unanswered)
+        assert self.schedule._share.window >= 1.0
         assert self.schedule.stuck == {read.thread for read in self.given_up}
 
     @invariant()
@@ -236,6 +255,7 @@ class Scheduling(RuleBasedStateMachine):
         assert all(want in self.told or want in self.dropped for want in self.wants)
         assert not list(self.schedule._backlog)
         assert self.schedule.stats(0).queued_demand == self.schedule.stats(0).resting == 0
+        assert self.schedule._share.under_way == 0
 
 
 Scheduling.TestCase.settings = settings(

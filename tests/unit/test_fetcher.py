@@ -41,13 +41,11 @@ from layerstore.errors import (
     UnavailableError,
 )
 from layerstore.pack.format import BLOCK_SIZE
-from prefetch.backlog import RAW_PER_READ
+from prefetch.backlog import RAW_PER_READ, Want
 from prefetch.fetcher import Fetched, Priority
 from prefetch.origins import IDLE_SECONDS
 from prefetch.plan import FRAMES_PER_READ, FrameRange, PackFetch
 from prefetch.readahead import ReadAhead
-from prefetch.schedule import BACKGROUND_BESIDE_DEMAND, QUIET_SECONDS
-from prefetch.turns import Turns
 
 
 @pytest.fixture
@@ -181,22 +179,43 @@ def test_background_leaves_threads_for_demand(bench: Bench) -> None:
     assert store.most == 4
 
 
-def test_while_readers_demand_background_holds_back(bench: Bench) -> None:
+def test_of_the_background_what_is_due_first_comes_first(bench: Bench) -> None:
     store = bench.store(SMALL)
     store.gate = gate = Gate()
     pack = bench.pack(SMALL, store)
-    fetcher = bench.fetcher(threads=8, stepped=True)
-    answers = [want(fetcher, pack, 39)]
+    fetcher = bench.fetcher(threads=1, stepped=True)
+    now = bench.clock.now()
+    answers = [background(fetcher, pack, 0)]
     until(lambda: store.concurrent == 1)
-    answers += [background(fetcher, pack, n) for n in range(0, 36, 2)]
-    until(lambda: store.concurrent == 1 + BACKGROUND_BESIDE_DEMAND)
-    assert fetcher.stats().in_flight == 1 + BACKGROUND_BESIDE_DEMAND
-    bench.clock.advance(QUIET_SECONDS)
-    answers.append(background(fetcher, pack, 37))
-    until(lambda: store.concurrent == 1 + 6)
+    for number, due in ((10, 3.0), (20, 1.0), (30, 2.0), (5, 0.0)):
+        answers.append(Answer())
+        fetcher.submit(Want(pack, answers[-1], Priority.BACKGROUND, None, now, due=now + due), [number])
+    answers.append(Answer())
+    fetcher.submit(Want(pack, answers[-1], Priority.BACKGROUND, None, now, due=now + 0.5), [10])  # wanted earlier now
     gate.open()
-    assert all(answer.wait() is None for answer in answers)
-    assert store.most == 7
+    assert [answer.wait() for answer in answers] == [None] * 6
+    assert numbers_read(store, pack) == [[0], [5], [10], [20], [30]]
+
+
+def test_a_frame_that_is_being_read_is_as_urgent_as_its_most_urgent_reader(bench: Bench) -> None:
+    store = bench.store(SMALL)
+    store.gate = gate = Gate()
+    pack = bench.pack(SMALL, store)
+    fetcher = bench.fetcher(threads=2)
+    plan = background(fetcher, pack, *range(8))
+    until(lambda: store.concurrent == 1)
+    order: list[int] = []
+    waiting = []
+    for number in (6, 3):
+        waiting.append(threading.Event())
+        fetcher.want(pack, [number], lambda error, n=number, told=waiting[-1]: (order.append(n), told.set()))  # type: ignore[misc]
+    before = fetcher.stats()
+    gate.open()
+    assert all(told.wait(PATIENCE) for told in waiting) and plan.wait() is None
+    assert order == [6, 3], "both before the rest, in the order in which they were asked for"
+    assert len(store.reads) == 1
+    assert fetcher.stats().demand == before.demand == Fetched()
+    assert fetcher.stats().demand_waits == 2
 
 
 def test_no_read_takes_long(bench: Bench) -> None:
@@ -219,33 +238,6 @@ def test_frames_larger_than_a_read_come_alone(bench: Bench) -> None:
     pack = bench.pack(large, store)
     assert want(bench.fetcher(), pack, 0, 1, 2).wait() is None
     assert sorted(numbers_read(store, pack)) == [[0], [1], [2]]
-
-
-def test_while_a_reader_has_its_turn_background_waits() -> None:
-    turns = Turns(2)
-    order: list[str] = []
-
-    def work(name: str) -> None:
-        with turns.take(Priority.BACKGROUND):
-            order.append(name)
-            gate.__enter__()
-
-    gate = Gate()
-    with ThreadPoolExecutor(3) as pool:
-        with turns.take(Priority.DEMAND):
-            order.append("demand")
-            jobs = [pool.submit(work, "one"), pool.submit(work, "two"), pool.submit(work, "three")]
-            until(lambda: turns._waiting == 3)
-            with turns.take(Priority.DEMAND):
-                order.append("another")
-        until(lambda: len(order) == 4)
-        assert order[:2] == ["demand", "another"]
-        assert turns._waiting == 1, "no more than there are processors"
-        gate.open()
-        for job in jobs:
-            job.result(PATIENCE)
-    assert len(order) == 5
-    assert turns._demand == turns._background == turns._waiting == 0
 
 
 # -- neighbours ------------------------------------------------------------------------------------------------------

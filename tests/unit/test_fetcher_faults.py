@@ -45,7 +45,8 @@ from layerstore.errors import (
     PermissionError_,
     UnavailableError,
 )
-from prefetch.attempts import ANSWERS, ROUNDS
+from prefetch.attempts import ANSWERS
+from prefetch.backlog import ROUNDS
 from prefetch.fetcher import THREADS_FACTOR
 from prefetch.origins import AVOID_SECONDS
 

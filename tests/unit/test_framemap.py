@@ -6,12 +6,21 @@ import os
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from support.caches import descriptors
 from support.children import Child
 
-from layerstore.cache.framemap import MAX_FRAMES, MISSING, READY, UNVERIFIED, FrameMap, FrameMapHeader
+from layerstore.cache.framemap import (
+    MAX_FRAMES,
+    MISSING,
+    READY,
+    UNTOUCHED_VERSION,
+    UNVERIFIED,
+    FrameMap,
+    FrameMapHeader,
+)
 from layerstore.errors import MalformedError
 
 SHA256 = bytes(range(32))
@@ -89,6 +98,40 @@ def test_another_process_sees_every_change_and_outlives_the_first() -> None:
     successor.close()
 
 
+def test_what_readers_asked_for_is_seen_by_all_and_changes_no_state() -> None:
+    with made(bytes([READY, MISSING, READY, MISSING])) as frames:
+        copy = os.dup(frames.fd)
+        other = FrameMap(copy)
+        other.touch(range(1, 3))
+        other.touch(range(0))
+        other.touch(range(2, 3))
+        assert frames.touched() == bytes([0, 1, 1, 0])
+        frames.set(1, READY)
+        other.touch(range(3, 4))
+        assert frames.touched() == other.touched() == bytes([0, 1, 1, 1])
+        assert frames.states() == bytes([READY, READY, READY, MISSING])
+        other.close()
+
+
+def test_a_map_of_the_release_before_is_read_and_nothing_of_it_is_touched() -> None:
+    """A service that is upgraded while it runs hands over what its former processes made."""
+
+    def before(content: bytes) -> bytes:
+        header = FrameMapHeader.unpack(content)
+        return replace(header, version=UNTOUCHED_VERSION).pack() + content[len(header.pack()) : -len(OFFSETS)]
+
+    fd = foreign(before)
+    frames = FrameMap(fd)
+    assert frames.header.version == UNTOUCHED_VERSION
+    frames.touch(range(4))
+    assert frames.touched() == bytes(4)
+    frames.set(3, READY)
+    assert frames.states() == bytes([0, 0, 0, READY])
+    assert frames.unready(range(4)) == [0, 1, 2]
+    assert frames.describes(OFFSETS, SIZE)
+    frames.close()
+
+
 def test_a_map_is_of_one_pack() -> None:
     with made() as frames:
         assert frames.describes(OFFSETS, SIZE)
@@ -129,7 +172,7 @@ def foreign(change: Callable[[bytes], bytes]) -> int:
         lambda content: content[:-1],
         lambda content: content + b"\0",
         lambda content: b"X" + content[1:],
-        lambda content: content[:8] + b"\2" + content[9:],
+        lambda content: content[:8] + b"\3" + content[9:],
         lambda content: FrameMapHeader(MAX_FRAMES + 1, SIZE, SHA256).pack(),
         lambda content: FrameMapHeader(MAX_FRAMES, SIZE, SHA256).pack(),
     ],

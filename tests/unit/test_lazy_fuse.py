@@ -118,6 +118,14 @@ def test_what_is_there_is_read_without_asking(front: Front, pack: SparsePack) ->
     assert front.wants.asked == 0
 
 
+def test_what_was_asked_for_is_touched_whether_or_not_it_was_there(front: Front, pack: SparsePack) -> None:
+    pack.fill([3, 4])
+    front.work()
+    front.read(3 * FRAME, FRAME + 1)
+    front.read(7 * FRAME, 1)
+    assert [number for number, byte in enumerate(pack.frames.touched()) if byte] == [3, 4, 7]
+
+
 @pytest.mark.parametrize("state", [MISSING, UNVERIFIED])
 def test_only_what_is_missing_is_asked_for_in_runs(front: Front, pack: SparsePack, state: int) -> None:
     pack.fill([0, 3, 4, 9])
