@@ -34,6 +34,7 @@ pid {work}/pid;
 error_log stderr warn;
 events {{ worker_connections 1024; }}
 http {{
+    log_not_found off;
     {log}
     default_type application/octet-stream;
     sendfile on;  # without tcp_nopush: on the loopback interface, segments of 64 KiB then wait for late ACKs

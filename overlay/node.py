@@ -93,7 +93,7 @@ class Node:
         root: str,
         *,
         limit: int | None = None,
-        threads: int = 8,
+        threads: int = 16,
         bandwidth: int | None = None,
         held: Mapping[str, tuple[int, int]] | None = None,
         observer: Observer = UNOBSERVED,

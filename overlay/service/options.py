@@ -16,7 +16,7 @@ LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 STANDARD_ERROR = "-"
 READ_DEADLINE = 30.0
 """Seconds a reader waits for data before it gets EIO: longer than a store's hiccup, shorter than most watchdogs."""
-THREADS = 8
+THREADS = 16
 """Requests to the store under way: enough to fill 200 Mbit/s at 20 ms a request with frames of some 100 KiB."""
 AUTO_IDLE_EXIT = 300.0
 """Seconds without sandbox and request after which a service that a command started ends itself."""
