@@ -31,6 +31,8 @@ VERBS: dict[str, str] = {
     "tag": "Give an image another name.",
     "rm": "Remove names; gc frees the space.",
     "copy": "Copy an image to another store.",
+    "sync": "Copy many images to another store, or those that matter most.",
+    "export": "Write an image for others: containerd, or whatever takes OCI images.",
     "raw": "Store the packs of images raw too, for --mode direct.",
     "verify": "Check every byte of a store.",
     "gc": "Delete what no name reaches.",

@@ -12,8 +12,7 @@ from imgtool import environment
 from layerstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from layerstore.store.directory import DirectoryStore
-    from layerstore.store.protocol import Store
+    from layerstore.store.protocol import PruneStore, Store, WriteStore
     from overlay.service.answers import SandboxInfo
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,7 +31,7 @@ def store_option(function: F) -> F:
     return click.option(
         "--store",
         metavar="STORE",
-        help="Directory of the store, or to read from it an http(s) URL [default: $IMGTOOL_STORE, else ROOT/store].",
+        help="Directory of the store, or its URL: s3, oci, http(s) … [default: $IMGTOOL_STORE, else ROOT/store].",
     )(root_option(function))
 
 
@@ -102,31 +101,28 @@ def open_store(store: str | None, root: str | None) -> Store:
     return open_store(store_path(store, root))
 
 
-def existing_store(store: str | None, root: str | None) -> DirectoryStore:
+def existing_store(store: str | None, root: str | None) -> WriteStore:
     """The store for changing what is in it."""
-    from layerstore.store.directory import DirectoryStore
-
-    return DirectoryStore(directory_path(store_path(store, root)))
+    return write_store(store_path(store, root), create=False)
 
 
-def writable_store(store: str | None, root: str | None) -> DirectoryStore:
+def writable_store(store: str | None, root: str | None) -> WriteStore:
     """The store for publishing: made where there is none."""
-    from layerstore.store.directory import DirectoryStore
-
-    return DirectoryStore.create(directory_path(store_path(store, root)))
+    return write_store(store_path(store, root), create=True)
 
 
-def directory_path(location: str) -> str:
-    """The location of a store that is to be changed, which only a path can be.
+def write_store(location: str, *, create: bool) -> WriteStore:
+    """The store at a location that a command names by itself."""
+    from layerstore.store.opening import open_write_store
 
-    Raises:
-        UsageError: it is a URL. The message doesn't repeat it, for it may have credentials.
-    """
-    from layerstore.store.opening import is_url
+    return open_write_store(location, create=create, spool=environment.spool())
 
-    if is_url(location):
-        raise UsageError("a store at a URL can only be read: give the path of its directory, where it can be written")
-    return location
+
+def whole_store(store: str | None, root: str | None) -> PruneStore:
+    """The store for looking at all of it, and for deleting."""
+    from layerstore.store.opening import open_prune_store
+
+    return open_prune_store(store_path(store, root), spool=environment.spool())
 
 
 def document_of(sandbox: SandboxInfo) -> dict[str, Any]:

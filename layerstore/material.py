@@ -78,6 +78,7 @@ class SourceReader:
         scratch: directory for spools.
         stack: closes what the tree's data is read from.
         platform: which image of an index, and the platform of a source that has none.
+        docker_config: path of docker's ``config.json``; None for where docker has it.
     """
 
     scratch: str
@@ -86,6 +87,7 @@ class SourceReader:
     limits: Limits
     progress: Progress
     warn: Callable[[str], None]
+    docker_config: str | None = None
 
     def read(self, source: SourceName, base: Base | None) -> Material:
         """The source's tree, collapsed, or as an overlay over ``base``.
@@ -102,7 +104,13 @@ class SourceReader:
             material = self._read_tar(source.path, lower)
         else:
             opened = self.stack.enter_context(
-                open_source(source, scratch=self.scratch, limits=self.limits, warn=self.warn)
+                open_source(
+                    source,
+                    scratch=self.scratch,
+                    limits=self.limits,
+                    warn=self.warn,
+                    docker_config=self.docker_config,
+                )
             )
             image = opened.image(self.platform)
             skip = _layers_of_base(image, source, base) if base is not None and not base.rebase else 0

@@ -124,6 +124,8 @@ class Node:
         self._recorded = RecordedSandboxes(self.root, self.cache, warn)
         self._renewing = threading.Lock()
         """Held around mounting a layer anew. Taken before ``_lock``."""
+        self._recording_anew = threading.Lock()
+        """Held around mounting a sandbox anew to record it. Taken before ``_renewing``."""
         self._lock = threading.Lock()
         """Guards everything below."""
         self._doubtful: set[str] = set()
@@ -189,10 +191,12 @@ class Node:
                         receipt=_receipt(way) if describe is None else describe(making),
                     )
             except BaseException:
-                if sandbox is not None:  # it stands, and nothing of it is recorded
-                    self.sandboxes.remove(name)
-                if planned is not None:
-                    self.planned.end(planned)
+                try:
+                    if sandbox is not None:  # it stands, and nothing of it is recorded
+                        self.sandboxes.remove(name)
+                finally:
+                    if planned is not None:
+                        self.planned.end(planned)
                 raise
             self._stand(sandbox, keys, planned)
         return sandbox
@@ -273,9 +277,14 @@ class Node:
 
         Raises:
             NotFoundError: no such sandbox.
-            ConflictError: somebody is in it, it isn't mounted, it is being recorded, or there is a trace of this name.
-            UnavailableError: what it reads can't be seen. Or it can't be mounted again: then it isn't any more.
+            ConflictError: somebody is in it, it isn't mounted, it can't be mounted again, it is being recorded, or
+                there is a trace of this name.
+            UnavailableError: what it reads can't be seen. Or it could not be mounted again: then it isn't any more.
         """
+        with self._recording_anew:
+            return self._record(id, record)
+
+    def _record(self, id: str, record: Record) -> Recording:
         sandbox = self.sandboxes.get(id)
         with self._lock:
             standing = id in self._standing
@@ -289,6 +298,7 @@ class Node:
             for key in map(plain_key, sandbox.state.mounts):
                 layers.append(self.layers.retake(key, None))  # it is held, so nothing is asked of guards
                 keys.append(key)
+                self._refuse_unmountable(id, layers[-1])
             try:
                 self.sandboxes.suspend(id)
             except ConflictError:
@@ -313,6 +323,18 @@ class Node:
         ):
             self.sandboxes.resume(sandbox.id, over)
             return recording
+
+    def _refuse_unmountable(self, id: str, layer: MountableLayer) -> None:
+        """Raises ConflictError: a layer stands, and could not be mounted another time.
+
+        Where a process before this one found raw packs isn't known; a server that has ended has its files no more.
+        """
+        packs = self.cache.metadata.packs_of(layer.digest)
+        if len(layer.devices) != len(packs) or not all(map(os.path.exists, layer.devices)):
+            raise ConflictError(
+                f"sandbox {id} could not be mounted again for that: where its data are read is known no more, or gone; "
+                "record from the start with `imgtool up --record`"
+            )
 
     def _refuse_busy(self, id: str) -> None:
         """Raises ConflictError: somebody is in it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from imgtool import progress, render
+from imgtool import environment, progress, render
 from imgtool.options import examples, jobs_option, json_option, store_option, writable_store
 from imgtool.planfile import chance, check_plan_targets, keep_plan, layout_options, load_plan
 from layerstore.convert import Conversion, Report, convert
@@ -72,9 +72,9 @@ def command(
 ) -> None:
     """Convert SOURCE into a layer and publish it.
 
-    SOURCE is oci:DIR[:TAG], oci-archive:FILE[:TAG], docker-archive:FILE[:TAG], tar:FILE (- for standard input), or
-    tree:DIR. A base or an image without --base collapses all layers; with --base, only what the image adds to the base
-    is kept, and what it deletes.
+    SOURCE is oci:DIR[:TAG], oci-archive:FILE[:TAG], docker-archive:FILE[:TAG], docker://HOST/REPOSITORY[:TAG] (an
+    image in a registry), tar:FILE (- for standard input), or tree:DIR. A base or an image without --base collapses all
+    layers; with --base, only what the image adds to the base is kept, and what it deletes.
     """
     limits = Limits(
         layer_bytes=max_layer_gib * GIB if max_layer_gib else DEFAULT_LIMITS.layer_bytes,
@@ -97,6 +97,7 @@ def command(
         limits=limits,
         raw=raw,
         hot=hot_files(planned, chance(min_chance)) if planned else (),
+        docker_config=environment.docker_config(),
     )
     target = writable_store(store, root)
     with progress.shown() as drawn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from imgtool import progress, render
-from imgtool.options import examples, existing_store, json_option, store_option
+from imgtool.options import examples, json_option, store_option, whole_store
 from layerstore.store.collect import GRACE_SECONDS, collect, plan_collection
 
 
@@ -32,7 +32,7 @@ def command(dry_run: bool, grace: float, force: bool, store: str | None, root: s
     Any error while finding out what is reachable stops it before anything is deleted. It may run beside conversions
     and copies, needs no free space, and can be interrupted at any time.
     """
-    target = existing_store(store, root)
+    target = whole_store(store, root)
     plan = plan_collection(target, grace=grace, force=force)
     document: dict[str, object] = {
         "dry_run": dry_run,
@@ -41,6 +41,8 @@ def command(dry_run: bool, grace: float, force: bool, store: str | None, root: s
         "kept_bytes": plan.kept_bytes,
         "young_blobs": len(plan.young),
     }
+    if not dry_run and not getattr(target, "exclusive", True):
+        render.warn(f"{target.location} doesn't tell who was first: collect only while nobody publishes there")
     if dry_run:
         doomed, leftovers = plan.doomed, plan.leftovers
         plans = tuple(reference.name for reference in plan.orphans)

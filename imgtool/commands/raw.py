@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from imgtool import progress, render
-from imgtool.options import examples, existing_store, json_option, store_option
+from imgtool.options import examples, json_option, store_option, whole_store
 from layerstore.rawpacks import RawState, plan_removal, publish_raw, remove_raw
 
 
@@ -26,7 +26,7 @@ def command(names: tuple[str, ...], remove: bool, store: str | None, root: str |
 
     Packs that are raw already are hashed, and replaced where they are damaged.
     """
-    target = existing_store(store, root)
+    target = whole_store(store, root)
     if remove:
         packs = remove_raw(target, plan_removal(target, names))
     else:

@@ -6,9 +6,11 @@ import click
 
 from imgtool import progress, render
 from imgtool.exitcodes import ExitCode
-from imgtool.options import examples, existing_store, json_option, store_option
+from imgtool.options import examples, json_option, store_option, whole_store
 from layerstore.audit import ContentCheck
 from layerstore.store.verification import verify
+from prefetch.plans.format import PLAN_MEDIA_TYPE
+from prefetch.plans.published import check_published
 
 
 @click.command(
@@ -20,13 +22,16 @@ from layerstore.store.verification import verify
 @store_option
 @json_option
 def command(quarantine: bool, store: str | None, root: str | None, as_json: bool) -> int:
-    """Compare every blob with its name, every name with what it reaches, and every pack and metadata image with itself.
+    """Compare every blob with its name, every name with what it reaches, every pack and metadata image with itself.
+
+    Plans are read too.
 
     The exit code is 0 where all is well and 12 where something was found; each finding is one line.
     """
-    target = existing_store(store, root)
+    target = whole_store(store, root)
     with progress.shown() as drawn:
-        findings = list(verify(target, quarantine=quarantine, check=ContentCheck(drawn), progress=drawn))
+        check = ContentCheck(drawn, {PLAN_MEDIA_TYPE: check_published})
+        findings = list(verify(target, quarantine=quarantine, check=check, progress=drawn))
     if as_json:
         render.print_json(
             [

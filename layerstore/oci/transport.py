@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerstore.errors import UnsupportedError, UsageError
+from layerstore.errors import UsageError
 from layerstore.limits import Limits
 from layerstore.oci.archive import ArchiveFiles
 from layerstore.oci.docker_archive import DockerArchiveSource
@@ -12,23 +12,29 @@ from layerstore.oci.source import ImageSource, Warn
 from layerstore.oci.source_name import SourceName
 
 
-def open_source(name: SourceName, *, scratch: str, limits: Limits, warn: Warn) -> ImageSource:
-    """Open an image source; close it after use.
+def open_source(
+    name: SourceName, *, scratch: str, limits: Limits, warn: Warn, docker_config: str | None = None
+) -> ImageSource:
+    """Open an image source; close it after use. Of a registry nothing is asked yet.
 
     Args:
-        name: with the transport ``oci``, ``oci-archive`` or ``docker-archive``.
-        scratch: an existing directory for decompressed archives, which are gone when the source is closed.
+        name: with any transport but ``tar`` and ``tree``.
+        scratch: an existing directory for decompressed archives and downloaded layers, which are gone when the source
+            is closed.
         limits: ``layer_bytes`` bounds a decompressed archive.
         warn: told of oddities that are no reason to refuse.
+        docker_config: path of docker's ``config.json``, for registries; None for where docker has it.
 
     Raises:
         NotFoundError: no such file or directory.
         MalformedError: it isn't what the transport says.
-        UnsupportedError: a registry.
         UsageError: a source that isn't an image.
     """
-    if name.transport == "docker":
-        raise UnsupportedError(f"registries are not read yet: {name}; copy it to an OCI layout first")
+    if name.reference is not None:
+        # requests takes longer to import than most archives take to open.
+        from layerstore.registry.source import RegistrySource
+
+        return RegistrySource(name.reference, scratch=scratch, warn=warn, docker_config=docker_config)
     files: Files
     if name.transport == "oci":
         files = DirectoryFiles(name.path)

@@ -6,6 +6,7 @@ On a shared file system that is the server's time, so hosts whose clocks are hou
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 
 from layerstore.store.failures import disk_errors
@@ -14,6 +15,11 @@ Clock = Callable[[], int]
 """Nanoseconds since 1970."""
 
 NANOSECONDS = 1_000_000_000
+
+
+def elapsed() -> float:
+    """Seconds by a clock that nobody sets, and that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class FileClock:

@@ -38,7 +38,7 @@ from layerstore.errors import (
 from layerstore.oci.manifest import Manifest, parse_document
 from layerstore.pack.stored import UNCOMPRESSED_DIGEST
 from layerstore.progress import SILENT, Progress
-from layerstore.store.protocol import BlobInfo, PruneStore, Reference
+from layerstore.store.protocol import BlobInfo, BulkPruneStore, PruneStore, Reference
 from layerstore.store.reach import DOCUMENT_BYTES, Documents, reference_links
 from layerstore.store.reading import read_blob
 
@@ -47,6 +47,9 @@ GRACE_SECONDS = 3600.0
 
 HOLD_SECONDS = 5.0
 """How long publishers are kept waiting at a time; far less than they are willing to wait."""
+
+AT_ONCE = 256
+"""Blobs of one request to a store that deletes many: a second or two on a slow one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +253,7 @@ def collect(
     deleted: list[BlobInfo] = []
     spared: list[BlobInfo] = []
     left = deque(plan.doomed)
+    bulk = isinstance(store, BulkPruneStore)
     while left:
         with store.collecting():
             marks = mark(store, documents)
@@ -257,15 +261,21 @@ def collect(
             wanted = marks.everything
             end = time.monotonic() + hold
             while left:
-                blob = left.popleft()
-                if blob.digest not in wanted and store.delete(blob.digest, older_than=plan.grace):
-                    deleted.append(blob)
-                else:
-                    spared.append(blob)
-                progress.advance(blob.size)
+                some = [left.popleft() for _ in range(min(len(left), AT_ONCE if bulk else 1))]
+                loose = [blob.digest for blob in some if blob.digest not in wanted]
+                gone = _delete(store, loose, plan.grace)
+                for blob in some:
+                    (deleted if blob.digest in gone else spared).append(blob)
+                    progress.advance(blob.size)
                 if time.monotonic() >= end:
                     break
     return Collection(tuple(deleted), tuple(spared), store.reclaim(older_than=plan.grace), dropped)
+
+
+def _delete(store: PruneStore, digests: list[Digest], grace: float) -> frozenset[Digest]:
+    if isinstance(store, BulkPruneStore):
+        return store.delete_many(digests, older_than=grace)
+    return frozenset(digest for digest in digests if store.delete(digest, older_than=grace))
 
 
 def _drop(store: PruneStore, documents: Documents, planned: tuple[Reference, ...]) -> tuple[str, ...]:

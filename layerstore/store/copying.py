@@ -1,27 +1,35 @@
 """Copying what a reference stands for from store to store.
 
-Missing blobs only, each verified on its way, under leases on both sides; the reference last. Every store holds the same
-bytes, so a copy is the same image. Raw forms of packs stay where they are: a store that wants them makes its own.
+Missing blobs only, each verified on its way, under leases on both sides; the reference last
+(:mod:`layerstore.store.transfer`). What has arrived stays, so a copy that failed is finished by the next. Every store
+holds the same bytes, so a copy is the same image. Raw forms of packs stay where they are: a store that wants them makes
+its own. Plans are found by layer, not by image: :func:`copy_plans` takes those of an image along.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 from dataclasses import dataclass
 
+from layerstore.attachment import attachment_name
 from layerstore.digest import Digest
-from layerstore.errors import ConflictError, CorruptError, NotFoundError, PermissionError_, UsageError
+from layerstore.errors import (
+    ConflictError,
+    CorruptError,
+    LimitError,
+    MalformedError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedError,
+    UsageError,
+)
 from layerstore.oci.descriptor import Descriptor
 from layerstore.progress import SILENT, Progress
+from layerstore.store.composition import patient
 from layerstore.store.protocol import Lease, Store, WriteStore
 from layerstore.store.reach import Documents, is_document, present_target, walk
-from layerstore.store.reading import pieces
-
-LEASE_SECONDS = 86_400
+from layerstore.store.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +74,91 @@ def copy(
     if jobs < 1:
         raise UsageError(f"{jobs} jobs copy nothing")
     new_name = name if rename is None else rename
-    target = source.resolve(name)
-    expected = _expected(new_name, target, destination, replace)
-    with ExitStack() as stack:
-        source_lease = _lease(source)
-        if source_lease is not None:
-            stack.enter_context(source_lease)
-            source_lease.pin([target.digest])
-        leases = _Leases(source_lease, stack.enter_context(destination.lease(seconds=LEASE_SECONDS)))
+    target = patient(source).resolve(name)
+    expected = expected_target(new_name, target, destination, replace)
+    with Transfer(source, destination, progress=progress) as transfer:
+        transfer.hold(target)
         what = f"reference {name!r} in {source.location}"
-        reached = list(walk(Documents(source), target, what))
+        reached = list(walk(Documents(transfer.source), target, what))
         digests = [descriptor.digest for descriptor in reached]
-        leases.pin(digests)
-        missing = [descriptor for descriptor in reached if not _present(destination, descriptor)]
+        transfer.pin(digests)
+        missing = transfer.missing(reached)
         progress.start(f"copy {name}", sum(descriptor.size for descriptor in missing))
-
-        def one(descriptor: Descriptor, stop: threading.Event) -> None:
-            _copy_blob(descriptor, source, destination, stop, progress, what)
-            leases.keep()
-
         # A registry takes a document only after all that it names; the walk yields them in that order.
-        _run(one, [each for each in missing if not is_document(each)], jobs)
-        _run(one, [each for each in missing if is_document(each)], 1)
-        complete(target, leases.destination)
-        destination.set_reference(new_name, target, expected=expected, lease=leases.destination, reaches=digests)
+        _run(transfer, [each for each in missing if not is_document(each)], what, jobs)
+        _run(transfer, [each for each in missing if is_document(each)], what, 1)
+        complete(target, transfer.lease)
+        destination.set_reference(new_name, target, expected=expected, lease=transfer.lease, reaches=digests)
     return Copied(target, len(missing), sum(descriptor.size for descriptor in missing), len(reached) - len(missing))
 
 
-def _expected(name: str, target: Descriptor, destination: WriteStore, replace: bool) -> Descriptor | None:
+@dataclass(frozen=True, slots=True)
+class CopiedPlans:
+    """What became of the plans of some layers.
+
+    Attributes:
+        copied: layers whose plan was copied.
+        present: layers whose plan was there already.
+        kept: layers that have another plan there, which stays.
+        failed: why a plan wasn't copied that can't be read, one line each.
+    """
+
+    copied: tuple[Digest, ...] = ()
+    present: tuple[Digest, ...] = ()
+    kept: tuple[Digest, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
+def copy_plans(
+    layers: Iterable[Digest],
+    source: Store,
+    destination: WriteStore,
+    *,
+    replace: bool = False,
+    progress: Progress = SILENT,
+) -> CopiedPlans:
+    """Copy the plans that layers have, once the layers are there. One that is damaged is said and left.
+
+    Args:
+        layers: identities.
+        source: only read; leased if it can be.
+        destination: where to.
+        replace: whether a plan that a layer has there may be replaced by another.
+        progress: told the bytes copied.
+
+    Raises:
+        UnavailableError, PermissionError_, NoSpaceError: one of the stores fails while something is copied.
+    """
+    copied, present, kept, failed = [], [], [], []
+    for layer in layers:
+        name = attachment_name(layer)
+        try:
+            target = present_target(source, name)
+        except (CorruptError, UnsupportedError, UnavailableError) as error:
+            failed.append(str(error))  # unavailable is what mirrors say of a plan when one of them is gone
+            continue
+        try:
+            if target is None:
+                continue
+            there = present_target(destination, name)
+            if there is not None and there.digest == target.digest:
+                present.append(layer)
+            elif there is not None and not replace:
+                kept.append(layer)
+            else:
+                copy(name, source, destination, replace=replace, jobs=1, progress=progress)
+                copied.append(layer)
+        except (CorruptError, MalformedError, UnsupportedError, LimitError, ConflictError, NotFoundError) as error:
+            failed.append(str(error))
+    return CopiedPlans(tuple(copied), tuple(present), tuple(kept), tuple(failed))
+
+
+def expected_target(name: str, target: Descriptor, destination: Store, replace: bool) -> Descriptor | None:
+    """What ``name`` stands for in the destination, which may become ``target``.
+
+    Raises:
+        ConflictError: it stands for something else, and is not to be replaced.
+    """
     present = present_target(destination, name)
     if present is not None and present.digest != target.digest and not replace:
         raise ConflictError(
@@ -103,61 +168,15 @@ def _expected(name: str, target: Descriptor, destination: WriteStore, replace: b
     return present
 
 
-def _lease(source: Store) -> Lease | None:
-    """One on the source if it can be written. Without it a collector may win: then the copy fails, loudly."""
-    if not isinstance(source, WriteStore):
-        return None
-    try:
-        return source.lease(seconds=LEASE_SECONDS)
-    except PermissionError_:
-        return None
-
-
-def _present(destination: WriteStore, descriptor: Descriptor) -> bool:
-    """Whether it need not be copied. One of the wrong size is damaged, and replaced."""
-    try:
-        return destination.stat(descriptor.digest) == descriptor.size
-    except NotFoundError:
-        return False
-
-
-class _Leases:
-    """The leases of both sides, renewed in good time."""
-
-    def __init__(self, source: Lease | None, destination: Lease) -> None:
-        self.source = source
-        self.destination = destination
-        self._mutex = threading.Lock()
-        self._renewed = time.monotonic()
-
-    def pin(self, digests: Iterable[Digest]) -> None:
-        digests = list(digests)
-        for lease in self._both():
-            lease.pin(digests)
-
-    def keep(self) -> None:
-        with self._mutex:
-            if time.monotonic() - self._renewed > LEASE_SECONDS / 4:
-                self._renewed = time.monotonic()
-                for lease in self._both():
-                    lease.renew()
-
-    def _both(self) -> Iterator[Lease]:
-        if self.source is not None:
-            yield self.source
-        yield self.destination
-
-
-def _run(one: Callable[[Descriptor, threading.Event], None], descriptors: Iterable[Descriptor], jobs: int) -> None:
-    """``one`` for each, ``jobs`` at a time; the first error stops the others at their next piece."""
-    stop = threading.Event()
+def _run(transfer: Transfer, descriptors: Iterable[Descriptor], what: str, jobs: int) -> None:
+    """Move each, ``jobs`` at a time; the first error stops the others at their next piece."""
 
     def task(descriptor: Descriptor) -> None:
         try:
-            if not stop.is_set():
-                one(descriptor, stop)
+            if not transfer.stop.is_set():
+                transfer.move(descriptor, what)
         except BaseException:
-            stop.set()
+            transfer.stop.set()
             raise
 
     with ThreadPoolExecutor(jobs, thread_name_prefix="copy") as pool:
@@ -166,35 +185,6 @@ def _run(one: Callable[[Descriptor, threading.Event], None], descriptors: Iterab
             for future in as_completed(futures):
                 future.result()
         except BaseException:
-            stop.set()
+            transfer.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _copy_blob(
-    descriptor: Descriptor,
-    source: Store,
-    destination: WriteStore,
-    stop: threading.Event,
-    progress: Progress,
-    what: str,
-) -> None:
-    digest = descriptor.digest
-    try:
-        blob = source.open(digest)
-    except NotFoundError as error:
-        raise CorruptError(f"{what} reaches a blob that is missing: {error}") from error
-    with blob, destination.upload(digest.algorithm) as upload:
-        if blob.size != descriptor.size:
-            raise CorruptError(
-                f"blob {digest} in {source.location}", expected=f"{descriptor.size} bytes", actual=f"{blob.size}"
-            )
-        for piece in pieces(blob):
-            if stop.is_set():
-                return
-            upload.write(piece)
-            progress.advance(len(piece))
-        try:
-            upload.commit(digest, descriptor.size)
-        except CorruptError as error:
-            raise CorruptError(f"copy from {source.location}: {error}") from error

@@ -1,4 +1,4 @@
-"""The documents of a directory store: marker, reference, lease.
+"""The documents of a store: marker, reference, lease, and in buckets the collector's mark.
 
 Each is one JSON object, at most ``*_BYTES`` long, with ``magic``, ``version``, and two sets of feature names:
 ``incompatible`` (who doesn't know one of these must not use the document) and ``compatible`` (may be ignored). Fields
@@ -11,9 +11,12 @@ document     file                                        fields besides the comm
 marker       ``store.json``                              none
 reference    ``refs/<encoded name>``                     ``name``, ``target`` (an OCI descriptor)
 lease        ``leases/<identifier>``                     ``id``, ``expires``, ``pins`` (digests, sorted)
+mark         ``collector``, in buckets alone             ``id``, ``collecting``, ``dooms`` and ``doubts`` (digests,
+                                                         sorted), ``doubted_until``
 ===========  ==========================================  ====================================================
 
-``expires`` is in whole seconds since 1970 by the store's clock; at that second the lease is over.
+``expires`` and ``doubted_until`` are in whole seconds since 1970 by the store's clock; at that second the lease, or the
+doubt, is over.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from layerstore.digest import Digest
-from layerstore.errors import MalformedError, UnsupportedError
+from layerstore.errors import MalformedError, UnsupportedError, about
 from layerstore.oci.descriptor import Descriptor
 from layerstore.oci.document import dump, parse
 
@@ -35,6 +38,9 @@ MARKER_BYTES = 64 << 10
 REFERENCE_BYTES = 1 << 20
 LEASE_BYTES = 64 << 20
 """Room for 800,000 pins."""
+
+MARK_BYTES = 4 << 20
+"""Room for 50,000 digests; a collector deletes fewer at a time."""
 
 EXPIRES_LIMIT = 1 << 40
 """Later seconds than this are damage, not dates."""
@@ -107,6 +113,55 @@ class LeaseDocument:
         if not isinstance(pins, list):
             raise MalformedError(f"{what} has no list of pins")
         return cls(identifier, expires, frozenset(Digest.parse(pin) for pin in pins))
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorDocument:
+    """What a bucket's collectors say to publishers, and to each other (``collector.py``).
+
+    Attributes:
+        identifier: of this writing of it; no two have the same.
+        collecting: somebody does.
+        dooms: what that one may be deleting.
+        doubts: what an earlier one may still be deleting, since it never said that it was done.
+        doubted_until: seconds since 1970, by the store's clock.
+    """
+
+    MAGIC: ClassVar[str] = "imgtool collector"
+
+    identifier: str
+    collecting: bool
+    dooms: frozenset[Digest] = frozenset()
+    doubts: frozenset[Digest] = frozenset()
+    doubted_until: int = 0
+
+    def to_bytes(self) -> bytes:
+        return _dump(
+            self.MAGIC,
+            {
+                "id": self.identifier,
+                "collecting": self.collecting,
+                "dooms": [str(digest) for digest in sorted(self.dooms)],
+                "doubts": [str(digest) for digest in sorted(self.doubts)],
+                "doubted_until": self.doubted_until,
+            },
+        )
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> CollectorDocument:
+        """Raises MalformedError, or UnsupportedError that names the version or feature."""
+        document = _parse(data, cls.MAGIC, what, MARK_BYTES)
+        identifier, collecting, until = (document.get(field) for field in ("id", "collecting", "doubted_until"))
+        if not isinstance(identifier, str) or type(collecting) is not bool:
+            raise MalformedError(f"{what} has no id, or doesn't say whether anybody collects")
+        if type(until) is not int or not 0 <= until < EXPIRES_LIMIT:
+            raise MalformedError(f"{what} has no valid end of doubts")
+        dooms, doubts = (document.get(field) for field in ("dooms", "doubts"))
+        if not isinstance(dooms, list) or not isinstance(doubts, list):
+            raise MalformedError(f"{what} has no lists of dooms and doubts")
+        with about(what):
+            doomed, doubted = (frozenset(map(Digest.parse, each)) for each in (dooms, doubts))
+        return cls(identifier, collecting, doomed, doubted, until)
 
 
 def _dump(magic: str, fields: Mapping[str, object]) -> bytes:

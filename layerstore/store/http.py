@@ -95,6 +95,9 @@ class HttpStore:
     def open(self, digest: Digest) -> HttpBlob:
         return self._open(digest, START_BYTES)
 
+    def open_sized(self, digest: Digest, size: int) -> HttpBlob:
+        return self._blob(digest, size, b"")
+
     def names(self) -> Iterator[str]:
         """As of every store, where the server lists ``refs/`` as nginx does in JSON.
 
@@ -135,16 +138,23 @@ class HttpStore:
             yield Reference(name, target)
 
     def _open(self, digest: Digest, length: int) -> HttpBlob:
-        path = f"blobs/{digest.algorithm}/{digest.hex}"
-        what = f"blob {digest} in {self.location}"
+        path, what = self._place(digest)
         with self._existing(f"blob {digest}"):
             size, start = self._server.read_start(path, what, length)
+        return self._blob(digest, size, start)
+
+    def _blob(self, digest: Digest, size: int, start: bytes) -> HttpBlob:
+        path, what = self._place(digest)
 
         def read(offset: int, length: int) -> bytes:
             with self._existing(f"blob {digest}"):
                 return self._server.read_range(path, what, offset, length, size)
 
         return HttpBlob(what, size, start, read)
+
+    def _place(self, digest: Digest) -> tuple[str, str]:
+        """Below the URL, and for messages."""
+        return f"blobs/{digest.algorithm}/{digest.hex}", f"blob {digest} in {self.location}"
 
     def _read_marker(self) -> None:
         what = f"store {self.location}/{MARKER}"

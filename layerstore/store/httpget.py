@@ -360,16 +360,15 @@ def _failures(what: str, *, lost: bool = False) -> Iterator[None]:
     except (failures.HTTPError, http.client.HTTPException, OSError, ValueError) as error:
         unanswered = isinstance(error, failures.ProtocolError | failures.NewConnectionError)
         kind = _LostError if lost and unanswered else UnavailableError
-        raise kind(f"{what}: {_reason(error)}: try again, or check the server") from error
+        raise kind(f"{what}: {reason(error)}: try again, or check the server") from error
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Why, in words of ours: the libraries' own contain URLs, with what is secret in them."""
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and len(causes) < 8:
-        causes += [cause, *(each for each in cause.args if isinstance(each, BaseException))]
-        cause = cause.__cause__
+    causes: list[BaseException] = [error]
+    for cause in causes:
+        if len(causes) < 16:
+            causes += [each for each in (*cause.args, cause.__cause__) if isinstance(each, BaseException)]
     kinds = tuple(causes)
     if any(isinstance(each, failures.NameResolutionError) for each in kinds):
         return "the name of the host isn't known"

@@ -29,10 +29,14 @@ class TooLongError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one answer may take: until when, by ``time.monotonic()``, and how many bytes, its headers included."""
+    """What one answer may take: until when, by ``time.monotonic()``, and how many bytes, its headers included.
+
+    ``idle`` are seconds without a byte: what is very long may take hours, but not stand still.
+    """
 
     until: float
     bytes: int
+    idle: float = float("inf")
 
 
 _TERMS: ContextVar[Terms] = ContextVar("terms")
@@ -55,6 +59,7 @@ class _Reader(io.RawIOBase):
         self._socket = sock
         self._file = sock.makefile("rb", buffering=0)
         self._until = agreed.until
+        self._idle = agreed.idle
         self._left = agreed.bytes
 
     def readable(self) -> bool:
@@ -66,7 +71,7 @@ class _Reader(io.RawIOBase):
             raise TimeoutError("timed out")
         if self._left <= 0:
             raise TooLongError("longer than what was asked for")
-        self._socket.settimeout(seconds)
+        self._socket.settimeout(min(seconds, self._idle))
         count = self._file.readinto(buffer)
         self._left -= count or 0
         return count

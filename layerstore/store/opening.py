@@ -1,15 +1,37 @@
-"""Stores by where they are: a directory's path, or a URL."""
+"""Stores by where they are: a directory's path, or a URL.
+
+====================================  ============================================  ================================
+location                              store                                         can be
+====================================  ============================================  ================================
+a path, ``file:///PATH``              ``directory``                                 read, written, collected
+``http://``, ``https://``             ``http``: a directory behind a web server     read
+``s3://BUCKET/PREFIX?endpoint=URL``   ``objects`` in a bucket of ``s3``             read, written, collected
+``oci://HOST/REPOSITORY``,            ``registry``                                  read, written
+``oci+http://…``
+any other scheme that fsspec has      ``objects`` in a bucket of ``anywhere``       read, written, collected
+``A|B``                               ``composition``: mirrors of one store         read
+====================================  ============================================  ================================
+
+Each is imported when it is opened: most take longer to import than a directory takes to open.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
+from urllib.parse import unquote, urlsplit
 
-from layerstore.errors import UnsupportedError
+from layerstore.errors import UnsupportedError, UsageError, printable
+from layerstore.store.bucket import Bucket
 from layerstore.store.directory import DirectoryStore
-from layerstore.store.protocol import Store
+from layerstore.store.protocol import PruneStore, Store, WriteStore
+
+SCHEMES = ("file", "http", "https", "s3", "oci", "oci+http")
+"""Those of this project; all others are fsspec's."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_BETWEEN_MIRRORS = "|"
+"""As ``composition`` has it; no path of a store that is given for itself has one."""
 
 
 def is_url(location: str) -> bool:
@@ -17,27 +39,107 @@ def is_url(location: str) -> bool:
 
 
 def open_store(location: str) -> Store:
-    """The store at a path or at a URL of http or https, for reading.
+    """The store at a location, for reading.
 
     Raises:
-        UnsupportedError: a URL of another scheme; a store of another version.
+        UnsupportedError: a URL of a scheme that nobody knows; a store of another version.
         UsageError: not a URL that can be asked.
         NotFoundError: no store is there.
         CorruptError: its marker can't be parsed.
         UnavailableError: it can't be reached.
     """
-    match = _SCHEME.match(location)
-    if match is None:
-        return DirectoryStore(location)
-    scheme = match[1].lower()
-    if scheme not in ("http", "https"):
-        raise UnsupportedError(
-            f"stores at {scheme}:// URLs are not supported: give the path of a directory, or an http:// or https:// URL"
-        )
-    # urllib3 takes longer to import than a directory takes to open.
-    from layerstore.store.http import HttpStore
+    if _BETWEEN_MIRRORS in location and is_url(location.rpartition(_BETWEEN_MIRRORS)[2]):
+        from layerstore.store.composition import mirrored
 
-    return HttpStore(location)
+        return mirrored(location.split(_BETWEEN_MIRRORS), open_store)
+    if _scheme(location) in ("http", "https"):
+        from layerstore.store.http import HttpStore
+
+        return HttpStore(location)
+    return open_write_store(location, create=False)
+
+
+def open_write_store(location: str, *, create: bool, spool: str | None = None) -> WriteStore:
+    """The store at a location, for publishing.
+
+    Args:
+        location: of one store.
+        create: make it where there is none.
+        spool: directory for what is on its way to a store that is no directory; None is the system's.
+
+    Raises:
+        UsageError: it can only be read.
+        ImgtoolError: as :func:`open_store`, and the store's own ``create``.
+    """
+    scheme = _scheme(location)
+    if scheme in (None, "file"):
+        path = location if scheme is None else _path(location)
+        return DirectoryStore.create(path) if create else DirectoryStore(path)
+    if scheme in ("http", "https") or _BETWEEN_MIRRORS in location:
+        # The message doesn't repeat the location, for it may have credentials.
+        raise UsageError(
+            "a store behind a web server, or one of several mirrors, can only be read: name the place where it is "
+            "written, a directory or a bucket"
+        )
+    if scheme in ("oci", "oci+http"):
+        from layerstore.store.registry import RegistryStore
+
+        return RegistryStore(location, spool=spool)
+    from layerstore.store.objects import ObjectStore
+
+    bucket = _bucket(scheme, location)
+    return ObjectStore.create(bucket, spool=spool) if create else ObjectStore(bucket, spool=spool)
+
+
+def open_prune_store(location: str, *, spool: str | None = None) -> PruneStore:
+    """The store at a location, for verifying all of it or collecting.
+
+    Raises:
+        UnsupportedError: it can't be listed from outside: a registry collects by itself.
+        ImgtoolError: as :func:`open_write_store`.
+    """
+    store = open_write_store(location, create=False, spool=spool)
+    if not isinstance(store, PruneStore):
+        where = store.location
+        _close(store)
+        raise UnsupportedError(
+            f"{where} is a registry: its blobs can't be listed from outside. Delete names with imgtool rm; what no "
+            "name reaches, its own garbage collection reclaims"
+        )
+    return store
+
+
+def _scheme(location: str) -> str | None:
+    """In lower case; None is a path."""
+    match = _SCHEME.match(location)
+    return None if match is None else match[1].lower()
+
+
+def _path(url: str) -> str:
+    """Of a ``file:`` URL."""
+    parts = urlsplit(url)
+    path = unquote(parts.path, errors="surrogateescape")
+    if parts.netloc not in ("", "localhost") or not path.startswith("/") or parts.query or parts.fragment:
+        raise UsageError(f"{printable(url)} is not file:///PATH: directories of other hosts have to be mounted")
+    return path
+
+
+def _bucket(scheme: str | None, location: str) -> Bucket:
+    if scheme == "s3":
+        from layerstore.store.s3 import S3Bucket
+
+        return S3Bucket(location)
+    import fsspec
+
+    from layerstore.store.anywhere import FsspecBucket
+
+    if scheme not in fsspec.available_protocols():
+        raise UnsupportedError(
+            f"stores at {scheme}:// URLs are not supported: give the path of a directory, or a URL of "
+            f"{', '.join(SCHEMES)}, or of what fsspec has here: "
+            f"{', '.join(sorted(set(fsspec.available_protocols()) - set(SCHEMES)))}"
+        )
+    return FsspecBucket(location)
 
 
 class Stores:

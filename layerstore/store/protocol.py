@@ -1,7 +1,7 @@
 """What a store is: three capabilities, each on top of the last. A class that passes the conformance suite is one.
 
 ``Store`` reads, ``WriteStore`` publishes, ``PruneStore`` deletes. ``LocalStore`` is a capability beside them: blobs
-are files. The rules:
+are files; and so is ``SizedStore``. The rules:
 
 * A blob is named by the digest of its bytes and never changes. Names are no proof: whoever reads a whole blob checks
   it (:mod:`layerstore.store.reading`); ranges are checked by the records above (frames). A blob whose size differs
@@ -20,7 +20,7 @@ written ``NoSpaceError``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -103,6 +103,15 @@ class Store(Protocol):
 
     def references(self) -> Iterator[Reference]:
         """All of them, by name. Raises rather than skip one that can't be read."""
+        ...
+
+
+@runtime_checkable
+class SizedStore(Protocol):
+    """Opens a blob without asking for its size, where a turn to the store and back counts."""
+
+    def open_sized(self, digest: Digest, size: int) -> Blob:
+        """As :meth:`Store.open`, of a blob of a known size. Its reads find out if it is missing, or has another one."""
         ...
 
 
@@ -266,4 +275,13 @@ class PruneStore(WriteStore, Protocol):
         What a live writer of this host holds stays whatever its age; ``older_than`` seconds are for writers of other
         hosts, and count from its last change, or from the expiry of a lease. Not inside ``collecting``.
         """
+        ...
+
+
+@runtime_checkable
+class BulkPruneStore(PruneStore, Protocol):
+    """Deletes many blobs in less time than one after the other takes."""
+
+    def delete_many(self, digests: Collection[Digest], *, older_than: float = 0.0) -> frozenset[Digest]:
+        """As :meth:`PruneStore.delete`, of each; those that were removed. If it fails, some may have been."""
         ...

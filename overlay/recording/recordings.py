@@ -185,10 +185,11 @@ class Recordings:
     def waited(self, id: str, seconds: float) -> None:
         """Some reader of sandbox ``id`` has just waited so long. Never blocks, never raises; may be lost."""
         running = self._running.get(id)
-        if running is None or running.waits is None:
+        waits = running.waits if running is not None else None  # which may be taken away at any time
+        if waits is None:
             return
         try:
-            running.waits.send({"waited": float(seconds), "until": time.monotonic()})
+            waits.send({"waited": float(seconds), "until": time.monotonic()})
         except OSError:
             pass  # it has ended, or is busy with its end
 

@@ -280,7 +280,10 @@ def test_tag_and_rm(shop: Shell) -> None:
 def test_copy(shop: Shell) -> None:
     store, other = shop.site.store.root, str(shop.site.path / "other")
     document = shop.ok("copy", "env", store, other, "--json").json
-    assert list(document) == ["tag", "manifest", "blobs_copied", "bytes_copied", "blobs_present", "bytes_raw"]
+    assert list(document) == [
+        "tag", "manifest", "blobs_copied", "bytes_copied", "blobs_present", "bytes_raw", "plans_copied",
+        "plans_present", "plans_kept", "plans_failed",
+    ]  # fmt: skip
     assert document["tag"] == "env" and document["blobs_present"] == 0
     assert document["manifest"] == str(shop.site.store.resolve("env").digest)
     text = shop.ok("copy", "env", store, other).out
@@ -298,7 +301,7 @@ def test_gc(shop: Shell) -> None:
     dry = shop.ok("gc", "--dry-run", "--grace", "0", "--json").json
     assert list(dry) == [
         "dry_run", "references", "kept_blobs", "kept_bytes", "young_blobs", "deleted_blobs", "deleted_bytes",
-        "leftover_bytes",
+        "leftover_bytes", "plans_dropped",
     ]  # fmt: skip
     assert dry["dry_run"] is True and dry["references"] == 2
     young = shop.ok("gc").out.splitlines()
@@ -331,7 +334,9 @@ def test_ls(shop: Shell) -> None:
         ["work", "workspace"],
     ]
     listed = shop.ok("ls", "--json").json
-    assert [list(item) for item in listed] == [["name", "manifest", "roles", "bytes", "bytes_own", "error"]] * 5
+    assert [list(item) for item in listed] == [
+        ["name", "manifest", "roles", "bytes", "bytes_own", "error", "plans"]
+    ] * 5
     env = listed[2]
     assert env["roles"] == ["base", "workspace", "toolkit"] and env["error"] is None
     assert env["bytes"] > listed[1]["bytes"] > 0
@@ -365,7 +370,7 @@ def test_inspect(shop: Shell) -> None:
     assert [list(layer) for layer in document["layers"]] == [
         [
             "role", "layer", "bytes_metadata", "bytes_metadata_stored", "format_version", "base", "source", "diff_ids",
-            "packs",
+            "packs", "plan",
         ]
     ] * 3  # fmt: skip
     base, work, tools = document["layers"]
@@ -552,7 +557,7 @@ def test_verify(shop: Shell) -> None:
 def test_ps_of_nothing(shell: Shell) -> None:
     assert shell.ok("ps", "--json").json == []
     assert shell.ok("ps").out.split() == [
-        "ID", "IMAGE", "MODE", "BACKEND", "STATE", "AGE", "LATE", "WAITED", "ROOTFS",
+        "ID", "IMAGE", "MODE", "BACKEND", "STATE", "AGE", "LATE", "WAITED", "PREFETCH", "ROOTFS",
     ]  # fmt: skip
 
 
@@ -607,7 +612,7 @@ def test_each_kind_of_failure_has_its_exit_code(shop: Shell, monkeypatch: pytest
         (ExitCode.MALFORMED, "convert", f"tar:{broken}", "--role", "base"),
         (ExitCode.CORRUPT, "convert", layout.name("it"), "--role", "base"),
         (ExitCode.UNSUPPORTED, "convert", layout.name("encrypted"), "--role", "base"),
-        (ExitCode.UNSUPPORTED, "convert", "docker://localhost:5000/a", "--role", "base"),
+        (ExitCode.UNAVAILABLE, "convert", "docker://127.0.0.1:1/a", "--role", "base"),
         (ExitCode.CONFLICT, "convert", site.image([TOOLS]), "--role", "workspace", "--base", "base"),
         (ExitCode.LIMIT, *convert[:1], site.tar(file("a"), file("b")), "--role", "base", "--max-entries", "1"),
     ):

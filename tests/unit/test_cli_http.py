@@ -104,7 +104,9 @@ def test_what_writes_refuses_a_url(
     out, err = capsys.readouterr()
     assert out == ""
     assert (
-        err == "imgtool: a store at a URL can only be read: give the path of its directory, where it can be written\n"
+        err
+        == "imgtool: a store behind a web server, or one of several mirrors, can only be read: name the place where it "
+        "is written, a directory or a bucket\n"
     )
     assert server.requests() == 0
 
@@ -130,7 +132,9 @@ def test_failures_are_one_line_without_the_credentials(server: StoreServer, caps
         assert SECRET not in err
         assert err.count("\n") == 1
     for location, code in (
-        (f"s3://{SECRET}/bucket", ExitCode.UNSUPPORTED),
+        (f"nobodys://user:{SECRET}@bucket/", ExitCode.UNSUPPORTED),
+        (f"s3://user:{SECRET}@bucket/", ExitCode.USAGE),
+        (f"s3://bucket/?endpoint=http://user:{SECRET}@host/", ExitCode.USAGE),
         (f"http://host:{SECRET}/", ExitCode.USAGE),
         (f"http://host/?{SECRET}", ExitCode.USAGE),
     ):

@@ -33,7 +33,7 @@ from support.tars import (
 from support.tars import pax as extended
 from support.trees import directory_at
 
-from layerstore.errors import LimitError, MalformedError, NotFoundError, UnsupportedError
+from layerstore.errors import LimitError, MalformedError, NotFoundError, UnavailableError, UnsupportedError
 from layerstore.image import Role, load_image, read_document
 from layerstore.oci.platform import Platform
 from layerstore.pack.format import SKIPPABLE_MAGIC, skippable
@@ -447,8 +447,8 @@ def test_what_is_no_image_is_unsupported(site: Site) -> None:
     for tag in ("chart", "encrypted"):
         with pytest.raises(UnsupportedError):
             site.convert(layout.name(tag))
-    with pytest.raises(UnsupportedError, match="registries"):
-        site.convert("docker://localhost:5000/a")
+    with pytest.raises(UnavailableError, match=r"oci://127\.0\.0\.1:1/a"):
+        site.convert("docker://127.0.0.1:1/a")
 
 
 # -- many of everything -----------------------------------------------------------------------------------------------

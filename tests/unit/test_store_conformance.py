@@ -12,8 +12,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from support.buckets import BucketBench, MemoryBucket
 from support.faults import fsync_for_free
 from support.httpstore import HttpBench
+from support.mirrors import WRAPPERS, WrappedBench
+from support.registries import DockerBench, DockerRegistry, FakeRegistry, RegistryBench
+from support.servers import S3Server
 from support.stores import (
     DAY,
     Bench,
@@ -32,6 +36,7 @@ from support.stores import (
 from layerstore.digest import Digest
 from layerstore.errors import ConflictError, CorruptError, NotFoundError, UnavailableError, UsageError
 from layerstore.oci.descriptor import Descriptor
+from layerstore.store.anywhere import FsspecBucket
 from layerstore.store.memory import MemoryStore
 from layerstore.store.protocol import ALGORITHMS, Lease, PruneStore, WriteStore
 from layerstore.store.reading import CHUNK, read_blob, stream_blob
@@ -41,7 +46,28 @@ BENCHES: dict[str, Callable[[Path, float], Bench]] = {
     "memory": lambda _, seconds: MemoryBench(seconds),
     "directory": lambda path, seconds: DirectoryBench(str(path / "store"), seconds),
     "http": lambda path, seconds: HttpBench(str(path / "store"), seconds),
+    "bucket": lambda _, seconds: BucketBench(MemoryBucket(), seconds),
+    "fsspec memory": lambda path, seconds: BucketBench(FsspecBucket(f"memory:/{path}"), seconds),
+    "fsspec file": lambda path, seconds: BucketBench(FsspecBucket(f"file://{path}/bucket"), seconds),
+    "registry": lambda _, seconds: RegistryBench(FakeRegistry()),
+    "docker registry": lambda path, seconds: DockerBench(DockerRegistry(path / "registry")),
+    **{name: lambda _, seconds, name=name: WrappedBench(name, seconds) for name in WRAPPERS},  # type: ignore[misc]
 }
+SERVERS = ("moto", "seaweedfs")
+"""Fixtures of the session: servers whose buckets are benches, too."""
+EXEMPT = {"registry": RegistryBench.EXEMPT, "docker registry": DockerBench.EXEMPT}
+"""Tests of what a store is not: a ``WriteStore`` on its bench has no collector, for one."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "make" in metafunc.fixturenames:
+        benches = [*sorted(BENCHES), *SERVERS]
+        chosen = [name for name in benches if metafunc.function.__name__ not in EXEMPT.get(name, ())]
+        metafunc.parametrize("make", chosen, indirect=True)
+
+
+def test_only_tests_that_there_are_exempt() -> None:
+    assert all(name in globals() for names in EXEMPT.values() for name in names)
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +76,17 @@ def impatience() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=sorted(BENCHES))
+@pytest.fixture
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeBench]:
     with ExitStack() as stack:
-        yield lambda seconds: stack.enter_context(closing(BENCHES[request.param](tmp_path, seconds)))
+
+        def make(seconds: float) -> Bench:
+            if request.param in SERVERS:
+                server: S3Server = request.getfixturevalue(request.param)
+                return stack.enter_context(closing(BucketBench(server.open(), seconds)))
+            return stack.enter_context(closing(BENCHES[request.param](tmp_path, seconds)))
+
+        yield make
 
 
 @pytest.fixture

@@ -133,6 +133,22 @@ def test_opening_brings_what_a_document_has(server: StoreServer, store: HttpStor
     assert server.sent() < START_BYTES + 2_000
 
 
+def test_a_blob_of_a_known_size_is_opened_without_a_request(server: StoreServer, store: HttpStore) -> None:
+    server.forget()
+    with store.open_sized(Digest.of(BIG), len(BIG)) as blob:
+        assert server.requests() == 0
+        assert (blob.size, blob.read_at(0, 100), blob.read_at(200_000, 7)) == (
+            len(BIG),
+            BIG[:100],
+            BIG[200_000:200_007],
+        )
+    assert server.requests() == 2
+    with store.open_sized(Digest.of(BIG), len(BIG) - 1) as other, pytest.raises(CorruptError, match="another size"):
+        other.read_at(0, 100)
+    with store.open_sized(Digest.of(b"none"), 100) as none, pytest.raises(NotFoundError, match="is not in"):
+        none.read_at(0, 100)
+
+
 def test_many_threads_read_at_once(server: StoreServer, store: HttpStore) -> None:
     blob = store.open(Digest.of(BIG))
     spans = [(offset, 50_000 + offset % 977) for offset in range(0, 240_000, 601)]
@@ -633,8 +649,9 @@ def test_stores_open_by_path_and_by_url(directory: DirectoryStore, server: Store
     with closing(open_store(server.url.replace("http", "HTTP"))) as store:  # type: ignore[type-var]
         assert isinstance(store, HttpStore)
         assert store.resolve(NAME) == SAMPLE.target
-    for location in ("s3://bucket/x", "file:///x", "ftp://user:word@host/"):
-        fails(UnsupportedError, lambda location=location: open_store(location), "path of a directory, or an http")  # type: ignore[misc]
+    fails(
+        UnsupportedError, lambda: open_store("nobodys://user:word@host/"), "path of a directory, or a URL of file, http"
+    )
     fails(NotFoundError, lambda: open_store("http:/not-a-url"), "is not a store")
 
 
