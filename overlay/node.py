@@ -360,8 +360,13 @@ class Node:
 
     def end_recordings(self) -> list[str]:
         """End all traces; the names of the sandboxes. Those that need their recorder have to be unmounted before."""
-        found = self.recordings()
-        return [recording.id for recording in found if self._recorded.ended(recording.id, unmounted=False) is not None]
+        ended = [
+            recording.id
+            for recording in self.recordings()
+            if self._recorded.ended(recording.id, unmounted=False) is not None
+        ]
+        self._recorded.sweep(lambda id: False)
+        return ended
 
     # --- what stands
 
@@ -453,6 +458,7 @@ class Node:
             if recording.id not in ids:
                 # It went, or was never made, while we were gone; perhaps somebody is in it still.
                 self._recorded.ended(recording.id, unmounted=False)
+        self._recorded.sweep(ids.__contains__)
         return troubled, suspect
 
     def _unwatched(self, held: Collection[str]) -> tuple[set[str], set[str]]:

@@ -32,7 +32,7 @@ from overlay.errands import Errands
 from prefetch.fetcher import Fetcher
 from prefetch.plans.match import Matched, match
 from prefetch.plans.replay import Replay, Replays, ReplayStats, State
-from prefetch.plans.shelf import Shelf
+from prefetch.plans.shelf import NAME_BYTES, Shelf
 
 if TYPE_CHECKING:
     from layerstore.store.protocol import Store
@@ -99,8 +99,10 @@ class _Remembered:
 class PlannedStart:
     """One sandbox, and what is fetched ahead for it. Any thread may call."""
 
-    def __init__(self, choice: str) -> None:
+    def __init__(self, choice: str, hurried: threading.Event) -> None:
+        """While ``hurried`` is set nobody waits for it."""
         self.choice = choice
+        self._hurried = hurried
         self._lock = threading.Lock()
         self._followed: list[Followed] = []
         self._problems: list[str] = []
@@ -145,14 +147,17 @@ class PlannedStart:
         self._known.wait(PATIENCE_MS / 1000)
 
     def wait(self, progress: Progress = SILENT) -> None:
-        """Until all that is planned is here, or it is clear that the rest won't come."""
-        self._settled.wait(STORE_SECONDS)
+        """Until all that is planned is here, or it is clear that the rest won't come, or there is no time for that."""
+        until = time.monotonic() + STORE_SECONDS
+        while not self._hurried.is_set() and not self._settled.wait(min(_TELLING, STORE_SECONDS)):
+            if time.monotonic() >= until:
+                break
         replays = self._replays()
         progress.start("prefetch", None)
         told = 0
         for replay in replays:
             over = False
-            while not over:
+            while not over and not self._hurried.is_set():
                 over = replay.wait(_TELLING)
                 raw = sum(other.stats().raw for other in replays)
                 progress.advance(raw - told)
@@ -251,6 +256,7 @@ class PlannedStarts:
         self._failed: dict[str, float] = {}
         """Until when stores aren't asked, by location."""
         self._standing: set[PlannedStart] = set()
+        self._hurried = threading.Event()
         self._totals: Counter[str] = Counter()
         self._problems: Counter[str] = Counter(dict.fromkeys(PROBLEMS, 0))
         self._known_problems: set[str] = set()
@@ -271,7 +277,7 @@ class PlannedStarts:
             packs: those of the layers, open and in use until the end.
             store: asked about layers for which the node has no plan.
         """
-        planned = PlannedStart(choice)
+        planned = PlannedStart(choice, self._hurried)
         with self._lock:
             self._standing.add(planned)
         of, over = tuple(layers), tuple(dict.fromkeys(packs))
@@ -314,6 +320,13 @@ class PlannedStarts:
             stats = followed.replay.stats()
             with self._lock:
                 self._totals.update({name: getattr(stats, name) for name in TOTALS})
+
+    def hurry(self, hurried: bool) -> None:
+        """Whether nobody may wait for what is fetched ahead, however long it takes: the node is about to stop."""
+        if hurried:
+            self._hurried.set()
+        else:
+            self._hurried.clear()
 
     def close(self) -> None:
         """End all. Stores that are being asked answer nobody."""
@@ -382,13 +395,13 @@ class PlannedStarts:
         matched = match(plans, packs)
         said = list(problems)
         if matched.coverage.unmatched:
-            names = ", ".join(printable(plan.name) for plan in plans)
+            names = ", ".join(map(_shown, plans))
             reasons = ", ".join(f"{count} {reason}" for reason, count in matched.coverage.unmatched.items())
             said.append(f"plan {names}: of {matched.coverage.ranges} ranges {reasons}")
             self._trouble("unmatched", said[-1])
         planned = {part.metadata for plan in plans for part in plan.parts}
         return Decision(
-            tuple((printable(plan.name), str(plan.digest)) for plan in plans),
+            tuple((_shown(plan), str(plan.digest)) for plan in plans),
             matched,
             tuple(layer for layer in layers if layer not in planned),
             tuple(said),
@@ -485,6 +498,11 @@ class PlannedStarts:
                 self._known_problems.add(problem)
             self._problems[kind] += 1
         self._warn(f"prefetch: {problem}")
+
+
+def _shown(plan: Plan) -> str:
+    """Its name. A plan of somebody else's may have any, and it goes into receipts, which have a limit."""
+    return printable(plan.name[:NAME_BYTES])
 
 
 def _changed(directory: str) -> int:

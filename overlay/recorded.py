@@ -160,6 +160,10 @@ class RecordedSandboxes:
             self._warn(f"recorder of sandbox {id}: {error}")
         self._forget(id)
 
+    def sweep(self, keep: Callable[[str], bool]) -> None:
+        """Clear what killed recorders have left; see :meth:`Recordings.sweep`. Never raises."""
+        self._recordings.sweep(keep)
+
     def waited(self, id: str, seconds: float) -> None:
         """Some reader of sandbox ``id`` has just waited so long. Waits for nobody."""
         if self._found is not None:

@@ -324,6 +324,17 @@ class Recorder:
             return
         self._ended = True
         self._way.close()
+        self._leave_directory()
+
+    def abandon(self) -> None:
+        """Whoever wanted this was killed before it began: nobody else removes what there is of it."""
+        self._discarded()
+        if hasattr(self, "_way"):
+            self._end()
+        else:
+            self._leave_directory()
+
+    def _leave_directory(self) -> None:
         # Out of the way, before anybody could think that it was left behind: this name may be another's in a moment.
         aside = f"{self._directory}.{os.getpid()}"
         try:
@@ -362,12 +373,17 @@ def main(arguments: Sequence[str]) -> None:
     except OSError:
         pass  # there may be fewer devices, then
     link = Link.adopt(int(fd))
+    recorder = None
     try:
         recorder = Recorder(directory, load_spec(directory), link)
         recorder.begin()
     except (ImgtoolError, OSError) as error:
         failed = error if isinstance(error, ImgtoolError) else from_os_error(error, "record")
-        link.send({"failed": str(failed), "kind": type(failed).__name__})
+        try:
+            link.send({"failed": str(failed), "kind": type(failed).__name__})
+        except OSError:
+            if recorder is not None:
+                recorder.abandon()
         return
     gc.collect()
     gc.freeze()

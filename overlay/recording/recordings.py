@@ -52,7 +52,7 @@ from overlay.recording.spec import (
 )
 from overlay.recording.way import EVENTS, PASSTHROUGH, TRACEPOINTS, WAYS
 from overlay.service.place import RUN, make_run_directory, run_directory
-from prefetch.trace.format import TRACE_BYTES, TraceHeader, parse_trace
+from prefetch.trace.format import HEADER_BYTES, TRACE_BYTES, TraceHeader, parse_trace
 
 __all__ = ["RecordedLayer", "RecordedTrace", "Recording", "Recordings"]
 
@@ -91,6 +91,8 @@ class Recordings:
         self._lock = threading.Lock()
         self._busy: set[str] = set()
         self._running: dict[str, _Running] = {}
+        self._endings = 0
+        """How many have been forgotten: what was found before may have ended since."""
         for recording in self._find():
             self._running[recording.recording.id] = recording
 
@@ -195,26 +197,21 @@ class Recordings:
 
     def active(self) -> list[Recording]:
         """Those whose recorder lives and records, also if a process before this one has started it; by id."""
+        with self._lock:
+            endings = self._endings
         found = {running.recording.id: running for running in self._find()}
         with self._lock:
             for id, running in found.items():
-                known = self._running.setdefault(id, running)
-                if known is not running and running.waits is not None:
+                if id not in self._running and id not in self._busy and endings == self._endings:
+                    self._running[id] = running
+                elif running.waits is not None:
                     running.waits.close()
-            return [self._running[id].recording for id in sorted(found)]
+            return [self._running.get(id, found[id]).recording for id in sorted(found)]
 
     def _find(self) -> list[_Running]:
         """What the run directory knows of, if somebody answers there."""
-        parent = f"{run_directory(self._root, run=self._run)}/{RECORDINGS}"
-        try:
-            names = os.listdir(parent)
-        except OSError:
-            return []
         found = []
-        for name in names:
-            if "." in name:
-                continue  # just being removed
-            directory = f"{parent}/{name}"
+        for directory in self._directories():
             try:
                 spec = load_spec(directory)
             except (OSError, MalformedError):
@@ -237,7 +234,40 @@ class Recordings:
             found.append(running)
         return found
 
+    def _directories(self) -> list[str]:
+        parent = f"{run_directory(self._root, run=self._run)}/{RECORDINGS}"
+        try:
+            names = os.listdir(parent)
+        except OSError:
+            return []
+        return [f"{parent}/{name}" for name in names if "." not in name]  # else it is just being removed
+
     # --- ending
+
+    def sweep(self, keep: Callable[[str], bool]) -> None:
+        """Complete what recorders have left that were killed; where nothing was read, remove it.
+
+        So may a worker have left what it was about to start. ``keep`` says of which sandboxes it stays. Never raises.
+        """
+        for directory in self._directories():
+            spec = _spec_of(directory)
+            if spec is not None and (spec.id in self._busy or keep(spec.id)):
+                continue
+            link = connect(directory)
+            if link is not None:
+                link.close()
+                continue
+            try:
+                if spec is not None and _has_reads(spec):
+                    self.stop(spec.id)
+                elif spec is not None:
+                    self.discard(spec.id)
+            except ImgtoolError as error:
+                self._warn(f"trace {spec.name if spec is not None else ''}: {error}")
+            try:
+                _clear(directory)
+            except ImgtoolError as error:
+                self._warn(str(error))
 
     def stop(self, id: str) -> RecordedTrace:
         """End a recording and complete its trace. Where its recorder was killed, with what it has left.
@@ -321,6 +351,7 @@ class Recordings:
     def _forget(self, id: str) -> _Running | None:
         with self._lock:
             running = self._running.pop(id, None)
+            self._endings += 1
         if running is not None:
             running.recording.let_go()
             if running.waits is not None:
@@ -372,6 +403,15 @@ def _begin_part(spec: RecordingSpec, header: TraceHeader) -> None:
             f"trace {spec.name} is being recorded, or was and its recorder died: give another name, or remove "
             f"{printable(spec.part)}"
         ) from None
+
+
+def _has_reads(spec: RecordingSpec) -> bool:
+    """Whether a trace that grew has more than its header."""
+    try:
+        with open(spec.part, "rb") as stream:
+            return bool(stream.readline(HEADER_BYTES) and stream.read(1))
+    except OSError:
+        return False
 
 
 def _discard_part(spec: RecordingSpec) -> None:

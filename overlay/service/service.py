@@ -482,6 +482,7 @@ class Service:
             if self._stopping:
                 raise ConflictError("the node service is stopping already")
             self._stopping = True
+        self._node.planned.hurry(True)
         try:
             self._wait_for_requests()
             if idle and self._node.sandboxes.list():
@@ -490,6 +491,7 @@ class Service:
             killed += self._wait_for_mounts(force)
         except BaseException:
             self._stopping = False
+            self._node.planned.hurry(False)
             by_variant = {guards.backend.variant: guards for guards in self._guards.values()}
             self._troubles.update(self._node.resume(by_variant))
             raise

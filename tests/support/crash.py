@@ -25,6 +25,7 @@ from layerstore.store.objects import ObjectStore
 from layerstore.store.protocol import PruneStore
 from layerstore.store.reach import present_target
 from layerstore.store.s3 import S3Bucket
+from layerstore.store.s3client import S3Client, S3Url
 from support.buckets import BucketBench
 from support.children import Child, die_at_call
 from support.stores import (
@@ -201,9 +202,10 @@ class BucketGround:
     def __init__(self, url: str) -> None:
         self._url = url
         self.bench = BucketBench(S3Bucket(url), patience=self._patience)
+        self._unused = S3Client(S3Url.parse(url))  # so that a child need not make one, and shares no connection
 
     def open(self, calls: int | None) -> PruneStore:
-        bucket: Any = S3Bucket(self._url)
+        bucket: Any = S3Bucket(self._url, client=self._unused)
         if calls is not None:
             bucket = Mortal(bucket, calls)
         return ObjectStore(bucket, clock=self.bench.clock, patience=self._patience, threads=4)
