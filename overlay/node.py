@@ -249,10 +249,11 @@ class Node:
 
     def down(self, id: str, *, failed: bool = False) -> Removal:
         """Remove a sandbox; see :meth:`Sandboxes.remove`. ``failed``: it wasn't made as asked for: keep no trace."""
+        recorded = self._is_recorded(id)
         removal = self.sandboxes.remove(id)
-        if failed:
+        if failed and recorded:
             self._recorded.discard(id)
-        elif removal.existed:  # else one may be about to be made whose reads are recorded already
+        elif removal.existed and recorded:  # else one may be about to be made whose reads are recorded already
             removal = replace(removal, trace=self._recorded.ended(id, unmounted=not removal.holders))
         with self._lock:
             self._demanded.pop(id, None)
@@ -260,6 +261,16 @@ class Node:
                 self._detached |= self._standing[id].devices
         self._fall(id)
         return removal
+
+    def _is_recorded(self, id: str) -> bool:
+        """Whether a sandbox stands over mounts that are recorded, or were, as far as can be told.
+
+        Else a recorder of its name is that of one before it, which somebody is in still.
+        """
+        try:
+            return any(map(is_recorded, self.sandboxes.get(id).state.mounts))
+        except ImgtoolError:
+            return True
 
     def strays(self) -> list[Holder]:
         """Who still uses sandboxes that this process has removed: what they read has to be answered, too."""
@@ -305,7 +316,8 @@ class Node:
                 self._refuse_busy(id)
                 raise
             try:
-                self._recorded.release(id)
+                if any(map(is_recorded, sandbox.state.mounts)):
+                    self._recorded.release(id)
                 return self._resume_recorded(sandbox, record, layers)
             except BaseException:
                 self.sandboxes.suspend(id)  # it may stand over what is recorded no more
@@ -555,7 +567,8 @@ class Node:
                 continue
             with self._lock:
                 self._suspended.append(sandbox)
-            self._recorded.ended(sandbox.id, unmounted=True)
+            if any(map(is_recorded, sandbox.state.mounts)):
+                self._recorded.ended(sandbox.id, unmounted=True)
             self._fall(sandbox.id)
         return busy
 

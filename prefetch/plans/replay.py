@@ -103,6 +103,11 @@ class Pace:
             self._free = start + size / self._bandwidth
             return start
 
+    def give_back(self, size: int) -> None:
+        """So many bytes that were reserved are not asked for."""
+        with self._lock:
+            self._free -= size / self._bandwidth
+
 
 class Replay:
     """One replay: a thread that lives as long as there is something to fetch. Any thread may call."""
@@ -226,6 +231,7 @@ class Replay:
     def _fetch(self, fetches: Sequence[PlannedFrame]) -> None:
         for gulp, size in self._gulps(fetches):
             if self._pace is not None and not self._rest(self._pace.reserve(size, self._clock.now())):
+                self._pace.give_back(size)
                 return
             for planned in gulp:
                 if not self._settle(WINDOW - 1):

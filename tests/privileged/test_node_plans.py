@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,28 @@ def readable(box: SandboxInfo, name: str) -> bool:
         return is_right(box, name)
     except OSError:
         return False
+
+
+def test_a_stop_waits_for_nobody_who_waits_for_a_plan(site: Site, server: StoreServer, tmp_path: Path) -> None:
+    root = node_root(tmp_path)
+    save(root, site, "tests")
+    with node_service(root, "--prefetch-bandwidth", "1000") as (service, client):
+        client.remove(client.create(lazy(server, plan="none"))[0].id)
+        with ThreadPoolExecutor(1) as pool, service.client() as another:
+            made = pool.submit(another.create, lazy(server, id="box", wait_prefetch=True))
+            eventually(lambda: client.status().raw["prefetch"]["replays"] == 1, "it is replayed")
+            assert not made.done()
+            try:
+                service.stop()
+            except BaseException:
+                service.kill_all()  # or it would be waited for, for long
+                raise
+            assert made.result()[0].id == "box"
+        assert service.mounts() == []
+        with service.start() as again:
+            assert is_right(again.sandbox("box"), "f0")
+            again.remove_all()
+            service.stop()
 
 
 def test_a_new_worker_resumes_no_replay_and_says_nothing_wrong(site: Site, server: StoreServer, tmp_path: Path) -> None:

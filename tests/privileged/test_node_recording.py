@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -336,6 +337,65 @@ def test_a_sandbox_that_stands_is_recorded_if_nobody_is_in_it(
         assert removal.trace is not None and read_files(parsed(removal.trace)) - {None} == {"data/f3"}
         with pytest.raises(NotFoundError, match="no sandbox"):
             client.start_trace("box")
+
+
+def test_what_could_not_be_mounted_again_is_not_unmounted_to_be_recorded(site: Site, tmp_path: Path) -> None:
+    with node_service(node_root(tmp_path)) as (service, client), left_clean(service, client):
+        (box,) = client.create(asked("direct", site.store.location, id="box"))
+        service.kill("worker")
+        service.pids()
+        with service.client() as again:
+            with pytest.raises(ConflictError, match="could not be mounted again"):
+                again.start_trace("box")
+            assert again.sandbox("box").condition == "ok"
+        assert is_right(box.rootfs, 0)
+
+
+def test_of_those_who_record_a_sandbox_at_the_same_moment_one_does(server: StoreServer, tmp_path: Path) -> None:
+    with node_service(node_root(tmp_path)) as (service, client), left_clean(service, client):
+        (box,) = client.create(asked("fanotify", server.url, id="box"))
+
+        def start(name: str) -> str | None:
+            with service.client() as another:
+                try:
+                    return another.start_trace("box", name).name
+                except ConflictError:
+                    return None
+
+        with ThreadPoolExecutor(4) as pool:
+            [name] = filter(None, pool.map(start, ("a", "b", "c", "d")))
+        assert client.sandbox("box").trace == name
+        assert is_right(box.rootfs, 1)
+        assert "data/f1" in read_files(parsed(client.stop_trace("box")))
+
+
+def test_who_is_still_in_a_removed_sandbox_reads_on_whoever_has_its_name(server: StoreServer, tmp_path: Path) -> None:
+    with service_that_sees_by(PASSTHROUGH, tmp_path) as (service, client), left_clean(service, client):
+        (box,) = client.create(asked("fanotify", server.url, id="box", record={"name": "one"}))
+        with open(f"{box.rootfs}/data/f1", "rb", buffering=0) as held:
+            assert held.read(1) == expected("f1", 0, 1)
+            removal = client.remove("box")
+            assert removal.holders and removal.trace is not None and removal.trace.name == "one"
+            client.create(asked("fanotify", server.url, id="box"))
+            assert client.remove("box").trace is None, "the next one of this name wasn't recorded"
+            assert len(recorders(service.root)) == 1
+            assert os.pread(held.fileno(), SIZE, 0) == expected("f1", 0, SIZE)
+
+
+def test_a_stop_completes_what_a_killed_recorder_left(server: StoreServer, tmp_path: Path) -> None:
+    with node_service(node_root(tmp_path)) as (service, client):
+        (box,) = client.create(asked("eager", server.url, id="box", record={"name": "one"}))
+        assert is_right(box.rootfs, 0)
+        part = Path(service.root, "traces/one.jsonl.part")
+        eventually(lambda: parse_trace(part.read_bytes(), "part").accesses != (), "lines of what was read")
+        [pid] = recorders(service.root)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: recorders(service.root) == [], "the end of the recorder")
+        service.stop()
+        assert not os.path.exists(f"{service.run_directory}/recordings")
+        assert os.listdir(f"{service.root}/traces") == ["one.jsonl"]
+        with service.start() as again, left_clean(service, again):
+            assert again.sandbox("box").condition == "ok"
 
 
 def test_a_start_that_fails_leaves_no_recording(server: StoreServer, tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def test_fifty_sandboxes_at_once_cost_one_warm_up(site: Site, server: StoreServe
         (tmp_path / name).mkdir()
     _, bytes_of_one = cold(tmp_path / "one", 1)
     requests, sent = cold(tmp_path / "fifty", 50)
-    # Each frame once, its index, metadata, manifest and config; which neighbours come together is luck. The name is looked
-    # up again by those who come when it has been.
+    # Each frame once, its index, metadata, manifest and config; which neighbours come together is luck. The name is
+    # looked up again by those who come when it has been.
     assert requests <= frames + 6
     assert sent <= bytes_of_one * 1.05 + 20_000
 

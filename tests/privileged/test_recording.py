@@ -16,7 +16,19 @@ from support.fuse_server import need_fuse
 from support.keepers import Keeper, Reader, Worker
 from support.lazy_images import lazy_image, noise
 from support.mounts import require_file_backed_erofs
-from support.recording import BLOCK, Site, blocks, forget, header_of, pread, read_trace, recorded, site_in, until
+from support.recording import (
+    BLOCK,
+    Site,
+    blocks,
+    forget,
+    header_of,
+    need_way,
+    pread,
+    read_trace,
+    recorded,
+    site_in,
+    until,
+)
 from support.sandboxes import layer_with
 from support.sharedfs import shared
 from support.tools import CHECKOUT
@@ -279,11 +291,11 @@ time.sleep(600)
 """
 
 
-def killed_worker(site: Site, layer: MountableLayer, way: str, *, mount: bool) -> None:
-    """A worker that starts a recording, and is killed with its process group."""
+def killed_worker(site: Site, layer: MountableLayer, way: str, *, mount: bool, before: str = "") -> None:
+    """A worker that starts a recording, and is killed with its process group. ``before`` is executed by it first."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-c", _WORKER, str(site.top), str(layer.image), str(layer.devices[0]), way),
+            *(sys.executable, "-c", before + _WORKER, str(site.top), str(layer.image), str(layer.devices[0]), way),
             "mount" if mount else "",
         ],
         cwd=CHECKOUT,
@@ -320,6 +332,68 @@ def test_nothing_is_left_of_a_worker_that_was_killed_before_it_mounted(
     killed_worker(site, layer, way, mount=False)
     until(lambda: not site.left(), "the end of the recorder")
     assert os.listdir(site.traces) == []
+
+
+_KILLED_AT_ONCE = """\
+import os, signal
+from overlay.recording import recordings
+real = recordings.spawned
+def spawned(*arguments):
+    real(*arguments)
+    print("up", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+recordings.spawned = spawned
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_left_of_a_worker_that_was_killed_before_its_recorder_stood(
+    site: Site, layer: MountableLayer, way: str
+) -> None:
+    need_way(way, site.top)
+    killed_worker(site, layer, way, mount=False, before=_KILLED_AT_ONCE)
+    until(lambda: not site.left(), "the end of the recorder")
+    assert os.listdir(site.traces) == []
+
+
+def test_what_killed_recorders_left_is_swept(site: Site, layer: MountableLayer) -> None:
+    for id in ("box", "unread"):
+        [lower] = site.mount([layer], site.start([layer], PASSTHROUGH, id, id))
+        if id == "box":
+            assert pread(lower / "b", 0, BLOCK) == B[:BLOCK]
+            until(lambda: site.part("box").accesses, "lines of what was read")
+    for pid in site.recorders():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not site.recorders(), "the end of the recorders")
+    site.unmount()
+    live = site.start([layer], EVENTS, "live", "live")
+    site.mount([layer], live)
+    recordings = site.again()
+    recordings.sweep(lambda id: True)
+    assert sorted(os.listdir(site.traces)) == [f"{name}.jsonl.part" for name in ("box", "live", "unread")]
+    recordings.sweep(lambda id: False)
+    assert sorted(os.listdir(site.traces)) == ["box.jsonl", "live.jsonl.part"]
+    assert shown(read_trace(site.traces / "box.jsonl").accesses) == [("b", 0, BLOCK)]
+    assert [recording.id for recording in recordings.active()] == ["live"]
+    recordings.discard("live")
+
+
+def test_who_is_found_while_it_ends_is_not_known_afterwards(
+    site: Site, layer: MountableLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.mount([layer], site.start([layer], None))
+    find = site.recordings._find
+
+    def slow() -> object:
+        found = find()
+        site.stop()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(site.recordings, "_find", slow)
+        site.recordings.active()
+    with pytest.raises(NotFoundError, match="not recorded"):
+        site.recordings.stop("box")
 
 
 @pytest.mark.parametrize("way", WAYS)

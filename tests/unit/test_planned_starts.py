@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,37 @@ def test_a_look_up_that_takes_long_goes_on_beside_the_start(bench: Bench, monkey
     assert (start.document()["state"], start.plans) == ("looking", ())
     may.set()
     assert whole(start)
+
+
+def test_a_name_of_any_length_leaves_room_in_receipts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(bench.plan("x"), name="x" * 2_000_000)
+    monkeypatch.setattr(published, "fetch", lambda store, layer: plan)
+    bench.begin(store=bench.store).wait()
+    start = bench.begin(store=bench.store)
+    assert whole(start)
+    [(name, _)] = start.plans
+    assert name == "x" * 250
+
+
+def test_nobody_waits_while_the_node_is_about_to_stop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+
+    def hanging(store: Store, layer: Digest) -> Plan | None:
+        assert answer.wait(30)
+        return None
+
+    monkeypatch.setattr(published, "fetch", hanging)
+    start = bench.begin(store=bench.store)
+    waiting = threading.Thread(target=start.wait)
+    waiting.start()
+    bench.starts.hurry(True)
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert start.document()["state"] == "looking"
+    bench.starts.hurry(False)
+    answer.set()
+    start.wait()
+    assert start.document()["state"] == "none"
 
 
 def test_after_the_end_nothing_begins(bench: Bench) -> None:

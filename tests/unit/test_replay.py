@@ -242,6 +242,20 @@ def test_a_replay_keeps_to_its_bandwidth_and_neighbours_stay_together(bench: Ben
     assert len(store.reads) <= 20
 
 
+def test_who_is_stopped_gives_back_the_bandwidth_that_he_waited_for(bench: Bench) -> None:
+    _, pack = a_pack(bench)
+    size = pack.index.compressed_size(0)
+    replays = Replays(bench.fetcher(), bandwidth=int(size / 2), clock=bench.clock)  # two seconds for a frame
+    assert ended(replays.join("first", matched(pack, 0))) is State.DONE
+    for number in range(1, 10):
+        replays.join("box", matched(pack, number))
+        replays.leave("box")
+    last = replays.join("last", matched(pack, 10))
+    bench.clock.advance(4)
+    until(lambda: not last.active)
+    assert last.stats().brought == 1
+
+
 # -- what ends it ----------------------------------------------------------------------------------------------------
 
 
