@@ -12,8 +12,8 @@ registry (Debian's). What is served lies in memory. For each store and link, in 
 * **plain**: the pack's blob into a file: ``cp``, ``curl``, or the transfer manager of boto3 with its own defaults.
 
 The service has started a tiny image from the same store before, so that the store is open: to import boto3 and to make
-a client takes a third of a second, once. A rate is bytes of the blob a second. Bytes and turns are the link's; over loopback there is none, so that it costs
-nothing, and requests are those of the fetcher.
+a client takes a third of a second, once. A rate is bytes of the blob a second. Bytes and turns are the link's; over
+loopback there is none, so that it costs nothing, and requests are those of the fetcher.
 """
 
 from __future__ import annotations

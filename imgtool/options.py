@@ -85,13 +85,14 @@ def root_path(root: str | None) -> str:
 
 
 def store_path(store: str | None, root: str | None) -> str:
-    """Where the store is: an absolute path, or a URL as it was given."""
+    """Where the store is: an absolute path, or a URL as it was given; of several mirrors, each."""
     given = store or environment.store() or os.path.join(root_path(root), "store")
     if "://" not in given:  # what opens stores takes a third of the time that `up` does: it is imported for URLs alone
         return os.path.abspath(given)
     from layerstore.store.opening import is_url
 
-    return given if is_url(given) else os.path.abspath(given)
+    # Mirrors are several, with | between them: see docs/stores.md.
+    return "|".join(part if is_url(part) else os.path.abspath(part) for part in given.split("|"))
 
 
 def open_store(store: str | None, root: str | None) -> Store:

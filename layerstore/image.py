@@ -26,6 +26,7 @@ from layerstore.oci.descriptor import Descriptor
 from layerstore.oci.document import CONFIG_BYTES, dump
 from layerstore.oci.manifest import Manifest, parse_document
 from layerstore.pack.stored import ROLE, UNCOMPRESSED_DIGEST, UNCOMPRESSED_SIZE, StoredPack
+from layerstore.store.ahead import ahead
 from layerstore.store.protocol import Store
 from layerstore.store.reading import read_blob
 from layerstore.version import FORMAT_VERSION
@@ -285,22 +286,32 @@ def find_layers(store: Store, wanted: Iterable[Digest]) -> dict[Digest, Layer]:
 
 def all_images(store: Store, unreadable: list[str]) -> Iterator[Image]:
     """Every image that has a name, once. What can't be read is named in ``unreadable`` and left out."""
-    manifests: set[Digest] = set()
-    for name in store.names():
-        try:
-            target = store.resolve(name)
-        except NotFoundError:
-            continue  # removed meanwhile
-        except ImgtoolError as error:
-            unreadable.append(str(error))
-            continue
-        if target.digest in manifests:
-            continue
-        manifests.add(target.digest)
-        try:
-            stored = parse_stored(read_document(store, target, "manifest"))
-        except ImgtoolError as error:
-            unreadable.append(f"{name!r}: {error}")
-            continue
-        if isinstance(stored, Image):
+    targets: dict[Digest, tuple[str, Descriptor]] = {}
+    for name, target in ahead(lambda name: resolved(store, name), store.names()):
+        if isinstance(target, ImgtoolError):
+            unreadable.append(str(target))
+        elif target is not None:
+            targets.setdefault(target.digest, (name, target))
+    for (name, _), stored in ahead(lambda found: parsed(store, found[1], "manifest"), targets.values()):
+        if isinstance(stored, ImgtoolError):
+            unreadable.append(f"{name!r}: {stored}")
+        elif isinstance(stored, Image):
             yield stored
+
+
+def resolved(store: Store, name: str) -> Descriptor | ImgtoolError | None:
+    """The target of a reference, or why it can't be read; None if it has been removed."""
+    try:
+        return store.resolve(name)
+    except NotFoundError:
+        return None
+    except ImgtoolError as error:
+        return error
+
+
+def parsed(store: Store, target: Descriptor, what: str) -> Image | Artifact | ImgtoolError:
+    """What a reference stands for, or why it can't be read."""
+    try:
+        return parse_stored(read_document(store, target, what))
+    except ImgtoolError as error:
+        return error

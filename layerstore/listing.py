@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from layerstore.attachment import Artifact, attached_layer
 from layerstore.digest import Digest
-from layerstore.errors import ImgtoolError, NotFoundError
-from layerstore.image import Image, Role, parse_stored, read_document
+from layerstore.errors import ImgtoolError
+from layerstore.image import Image, Role, parsed, resolved
+from layerstore.oci.descriptor import Descriptor
+from layerstore.store.ahead import ahead
 from layerstore.store.protocol import Store
 
 
@@ -55,20 +57,16 @@ def list_images(store: Store) -> Listing:
     artifacts = []
     names = list(store.names())
     planned = set(filter(None, map(attached_layer, names)))
-    for name in names:
-        try:
-            target = store.resolve(name)
-        except NotFoundError:
-            continue  # removed meanwhile
-        except ImgtoolError as error:
-            listed.append(ListedImage(name, None, (), 0, 0, str(error)))
+    for name, (target, stored) in ahead(lambda name: _read(store, name), names):
+        if target is None:
+            if stored is not None:  # else removed meanwhile
+                listed.append(ListedImage(name, None, (), 0, 0, str(stored)))
             continue
         digest = target.digest
-        try:
-            stored = parse_stored(read_document(store, target, f"manifest of {name!r}"))
-        except ImgtoolError as error:
-            listed.append(ListedImage(name, digest, (), 0, 0, str(error)))
+        if isinstance(stored, ImgtoolError):
+            listed.append(ListedImage(name, digest, (), 0, 0, str(stored)))
             continue
+        assert stored is not None
         if isinstance(stored, Artifact):
             size = target.size + sum(each.size for each in stored.content)
             artifacts.append(ListedArtifact(name, digest, stored, size))
@@ -92,6 +90,13 @@ def list_images(store: Store) -> Listing:
         for item in listed
     ]
     return Listing(tuple(images), tuple(artifacts))
+
+
+def _read(store: Store, name: str) -> tuple[Descriptor | None, Image | Artifact | ImgtoolError | None]:
+    target = resolved(store, name)
+    if target is None or isinstance(target, ImgtoolError):
+        return None, target
+    return target, parsed(store, target, f"manifest of {name!r}")
 
 
 def _listed(name: str, digest: Digest, image: Image, planned: set[Digest]) -> ListedImage:

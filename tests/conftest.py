@@ -1,4 +1,4 @@
-"""Puts ``tests/`` on the path, so that test modules can share ``support``; adds options, and servers for the session."""
+"""Puts ``tests/`` on the path, where the modules share ``support``; adds options, and servers for the session."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from layerstore.digest import Digest
-from layerstore.errors import CorruptError, LimitError, NotFoundError, os_errors, printable
+from layerstore.errors import CorruptError, LimitError, NotFoundError, UnavailableError, os_errors, printable
 from layerstore.oci import mediatype
 from layerstore.oci.blob import verify
 from layerstore.oci.config import ImageConfig
@@ -127,7 +127,9 @@ class RegistrySource:
             raise NotFoundError(f"{what} is missing: {error}") from error
 
     def _start(self, wanted: Descriptor) -> Future[FileRange]:
-        """Begin to download the layer, and those after it."""
+        """Begin to download the layer, and those after it. ``_lock`` is held."""
+        if self.is_closed:
+            raise UnavailableError(f"{self._name} was closed while its layers were read")
         if self._pool is None:
             self._pool = ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="layer-download")
         layers = [each.digest for each in self._layers]
@@ -160,8 +162,10 @@ class RegistrySource:
 
     def close(self) -> None:
         self._stop.set()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        with self._lock:  # whoever begins a download has begun it, and nobody begins another
+            pool = self._pool
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
         for future in self._downloads.values():
             if not future.cancelled() and future.exception() is None:
                 try:

@@ -87,6 +87,9 @@ class FsspecBucket:
     def guarantees(self) -> Guarantees:
         return Guarantees(False, False)
 
+    def close(self) -> None:
+        pass  # fsspec has no word for it: what its file systems hold goes with them
+
     def now(self) -> int:
         with self._looking:
             if elapsed() - self._looked > CLOCK_SECONDS:

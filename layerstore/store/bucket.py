@@ -143,6 +143,10 @@ class Bucket(Protocol):
         """Copy an object within the bucket. Raises NotFoundError."""
         ...
 
+    def close(self) -> None:
+        """Close idle connections. It stays usable."""
+        ...
+
     def abort_uploads(self, *, before: int, keep: Container[str], dry_run: bool) -> int:
         """Give up uploads in which nothing has happened since ``before`` (nanoseconds since 1970).
 

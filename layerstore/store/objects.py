@@ -19,9 +19,9 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import BinaryIO, Generic, TypeVar
+from functools import partial
+from typing import BinaryIO
 
 from layerstore.digest import Digest
 from layerstore.errors import (
@@ -35,6 +35,7 @@ from layerstore.errors import (
     printable,
 )
 from layerstore.oci.descriptor import Descriptor
+from layerstore.store.ahead import THREADS, ahead
 from layerstore.store.bucket import ABSENT, PROBE, Bucket, Entry
 from layerstore.store.clock import NANOSECONDS, elapsed
 from layerstore.store.collector import CollectorMark, Patience, Turn
@@ -53,26 +54,19 @@ from layerstore.store.objectlease import DIRECTORY as LEASES
 from layerstore.store.objectlease import ObjectLease
 from layerstore.store.protocol import ALGORITHMS, BlobInfo, Lease, Reference
 from layerstore.store.reading import is_intact
+from layerstore.store.remembered import REMEMBERED, SETTLED_SECONDS, Remembered
 
 MARKER = "store.json"
 START_BYTES = 16 << 10
 """Bytes of a blob that come when it is opened: most manifests and configs, and no second request for them."""
-THREADS = 16
-"""Requests at a time, where there are many to be made."""
 DELETED_AT_ONCE = 1000
 """Blobs that a collector announces, and then deletes."""
 MARGIN_SECONDS = 300.0
 """For which a lease has to be valid yet when a reference is written: longer than any attempt to write it takes."""
 TRUSTED_SECONDS = 60.0
 """For which a pinned blob that was there isn't looked for again."""
-REMEMBERED = 20_000
-"""Blobs, references and leases each."""
-SETTLED_SECONDS = 5.0
-"""Age of an object from which on its etag tells whether it has changed, be it made of a time and a size alone."""
 
 _REFERENCES = "refs/"
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 class ObjectStore:
@@ -96,12 +90,12 @@ class ObjectStore:
         """Open the store in ``bucket``: one request.
 
         Args:
-            bucket: closed by nobody: it holds nothing.
+            bucket: closed by :meth:`close`.
             clock: instead of the service's, for tests.
             lock_seconds: how long to wait for a collector.
             patience: with collectors that don't end, for tests.
             spool: see there.
-            threads: requests at a time.
+            threads: requests at a time, where there are many to be made.
 
         Raises:
             NotFoundError: there is none.
@@ -111,12 +105,12 @@ class ObjectStore:
         self.bucket = bucket
         self.spool = spool
         self._clock = clock or bucket.now
-        self._threads = threads
+        self._ahead = partial(ahead, threads=threads)
         self._mark = CollectorMark(bucket, self._clock, wait=lock_seconds, patience=patience or Patience())
         self._collecting: tuple[int, Turn] | None = None
         self._present: dict[Digest, tuple[int, float]] = {}
-        self._references: _Read[Descriptor] = _Read(self._clock)
-        self._leases: _Read[LeaseDocument] = _Read(self._clock)
+        self._references: Remembered[Descriptor] = Remembered(self._clock)
+        self._leases: Remembered[LeaseDocument] = Remembered(self._clock)
         self._confirmed = 0.0
         try:
             data = bucket.read(MARKER, 0, MARKER_BYTES + 1).data
@@ -162,6 +156,10 @@ class ObjectStore:
             pass  # somebody was faster
         return opened()
 
+    def close(self) -> None:
+        """Close idle connections. It stays usable."""
+        self.bucket.close()
+
     @property
     def exclusive(self) -> bool:
         """Whether what a writer of a reference expected decides. It is found out by writing, at the first time."""
@@ -191,7 +189,7 @@ class ObjectStore:
 
     def references(self) -> Iterator[Reference]:
         names = self._names()
-        read = self._each(lambda name: self._references.get(names[name], lambda: self._resolve(name)), sorted(names))
+        read = self._ahead(lambda name: self._references.get(names[name], lambda: self._resolve(name)), sorted(names))
         for name, target in read:
             if target is not None:  # else deleted meanwhile
                 yield Reference(name, target)
@@ -339,7 +337,7 @@ class ObjectStore:
                 if max(lease.pinned_since(digest), now - TRUSTED_SECONDS) <= seen:
                     sizes[digest] = size
         try:
-            sizes.update(self._each(self.stat, sorted(set(needed) - sizes.keys())))
+            sizes.update(self._ahead(self.stat, sorted(set(needed) - sizes.keys())))
         except NotFoundError as error:
             raise ConflictError(f"reference {name!r} is not written: {error}; publish again") from error
         if sizes[target.digest] != target.size:
@@ -416,7 +414,7 @@ class ObjectStore:
 
         settled: list[Digest] = []
         try:
-            return {digest for digest, removed in self._each(one, digests) if removed}
+            return {digest for digest, removed in self._ahead(one, digests) if removed}
         finally:
             turn.settle(settled)
 
@@ -457,7 +455,7 @@ class ObjectStore:
 
     def _lease_documents(self) -> Iterator[tuple[Entry, LeaseDocument]]:
         entries = list(self.bucket.entries(LEASES))
-        read = self._each(lambda entry: self._leases.get(entry, lambda: self._read_lease(entry)), entries)
+        read = self._ahead(lambda entry: self._leases.get(entry, lambda: self._read_lease(entry)), entries)
         for entry, lease in read:
             if lease is not None:  # else released meanwhile
                 yield entry, lease
@@ -474,40 +472,6 @@ class ObjectStore:
         if document.identifier != entry.key.removeprefix(LEASES):
             raise CorruptError(f"{what} says that it is {printable(document.identifier)!r}; delete the object")
         return document, piece.entry
-
-    def _each(self, function: Callable[[_T], _R], items: Collection[_T]) -> list[tuple[_T, _R]]:
-        """What the function makes of each, several at a time; the first error ends it when those under way are done."""
-        if self._threads == 1 or len(items) <= 1:
-            return [(item, function(item)) for item in items]
-        with ThreadPoolExecutor(min(self._threads, len(items)), thread_name_prefix="objects") as pool:
-            try:
-                return list(zip(items, pool.map(function, items), strict=True))
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-
-
-class _Read(Generic[_T]):
-    """What has been read of objects, for as long as listings say that they are the same."""
-
-    def __init__(self, clock: Callable[[], int]) -> None:
-        self._clock = clock
-        self._known: dict[str, tuple[tuple[str, int], _T]] = {}
-
-    def get(self, entry: Entry, read: Callable[[], tuple[_T, Entry]]) -> _T | None:
-        """What is known of a listed object, or is read of it now; None if it isn't there any more."""
-        known = self._known.get(entry.key)
-        if known is not None and known[0] == (entry.etag, entry.size):
-            return known[1]
-        try:
-            value, found = read()
-        except NotFoundError:
-            self._known.pop(entry.key, None)
-            return None
-        if self._clock() - found.modified > SETTLED_SECONDS * NANOSECONDS:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
-            self._known[entry.key] = (found.etag, found.size), value
-        return value
 
 
 def _reference_key(name: str) -> str:

@@ -48,7 +48,7 @@ def open_store(location: str) -> Store:
         CorruptError: its marker can't be parsed.
         UnavailableError: it can't be reached.
     """
-    if _BETWEEN_MIRRORS in location and is_url(location.rpartition(_BETWEEN_MIRRORS)[2]):
+    if _BETWEEN_MIRRORS in location and any(map(is_url, location.split(_BETWEEN_MIRRORS))):
         from layerstore.store.composition import mirrored
 
         return mirrored(location.split(_BETWEEN_MIRRORS), open_store)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import secrets
 import threading
 from collections.abc import Callable, Container, Iterator
@@ -19,29 +18,22 @@ from layerstore.errors import (
     ConflictError,
     CorruptError,
     ImgtoolError,
-    LimitError,
     NotFoundError,
     PermissionError_,
     UnavailableError,
     UnsupportedError,
     printable,
 )
+from layerstore.store import s3parts
 from layerstore.store.bucket import ABSENT, PROBE, Absent, Entry, Guarantees, Piece
 from layerstore.store.clock import NANOSECONDS
 from layerstore.store.s3client import Attempts, BeyondEnd, Lost, S3Client, S3Url
 
-PART_BYTES = 16 << 20
-"""Of a multipart upload; larger for what would have more than MAX_PARTS."""
-MAX_PARTS = 10_000
-MAX_PART_BYTES = 5 << 30
-"""Both as S3 takes."""
-PART_STEP = 1 << 20
-"""Sizes of parts are multiples of it."""
 PARTS_AT_ONCE = 4
 RESUMES = 4
 """Times that a body which broke off is asked for again."""
 QUICK_BYTES = 64 << 10
-"""Of a read: less is of objects that are read once, for which to sign a URL doesn't pay."""
+"""Of a read of an object that has been looked at before: for one that is read once, to sign a URL doesn't pay."""
 SKIPPED_BYTES = 8 << 20
 """Of a whole object that are read to get at a range, where a server ignores ranges."""
 
@@ -100,6 +92,9 @@ class S3Bucket:
                 raise
         return False
 
+    def close(self) -> None:
+        self._client.close()
+
     def now(self) -> int:
         return self._client.now()
 
@@ -121,8 +116,8 @@ class S3Bucket:
             start = offset + got
             bounds = f"bytes={start}-{offset + length - 1}"
             answer = None
-            if length >= QUICK_BYTES and not parts:
-                headers = {"Range": bounds} | ({"If-Match": entry.etag} if entry else {})
+            if entry is not None and length >= QUICK_BYTES and not parts:
+                headers = {"Range": bounds, "If-Match": entry.etag}
                 answer = self._client.get_quickly(self._name, self._prefix + key, headers)
             try:
                 answer = answer or self._ask("get_object", key, Range=bounds, **_match(entry))
@@ -221,7 +216,7 @@ class S3Bucket:
             raise ConflictError(f"{self._what(key)} is not what was expected")
 
     def send(self, key: str, file: BinaryIO, size: int) -> str:
-        if size > PART_BYTES:
+        if size > s3parts.PART_BYTES:
             return self._send_parts(key, file, size)
         data = file.read(size)
         sum = hashlib.md5(data, usedforsecurity=False)
@@ -244,7 +239,7 @@ class S3Bucket:
         descriptor = file.fileno()
 
         def part(upload: str, number: int, offset: int, length: int) -> str:
-            body = _Slice(descriptor, offset, length)
+            body = s3parts.Slice(descriptor, offset, length)
             sum = hashlib.md5(usedforsecurity=False)
             while piece := body.read(1 << 20):
                 sum.update(piece)
@@ -263,12 +258,12 @@ class S3Bucket:
             with ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="s3-part") as pool:
                 futures: list[Future[str]] = []
                 try:
-                    futures += [pool.submit(part, upload, *each) for each in part_ranges(size)]
+                    futures += [pool.submit(part, upload, *each) for each in s3parts.part_ranges(size)]
                     etags = [future.result() for future in futures]
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
-            etag = _joint_etag(etags)
+            etag = s3parts.joint_etag(etags)
             self._check_parts(key, upload, size)
             parts = [{"PartNumber": number, "ETag": each} for number, each in enumerate(etags, 1)]
             self._ask("complete_multipart_upload", key, tried=tried, UploadId=upload, MultipartUpload={"Parts": parts})
@@ -287,7 +282,7 @@ class S3Bucket:
     def _check_parts(self, key: str, upload: str, size: int) -> None:
         """Before they are joined: a part that was forgotten would be missing from the object, and nobody would say."""
         found = [(int(part["PartNumber"]), int(part["Size"])) for part in self._parts(key, upload)]
-        if found != [(number, length) for number, _, length in part_ranges(size)]:
+        if found != [(number, length) for number, _, length in s3parts.part_ranges(size)]:
             raise UnavailableError(
                 f"{self._what(key)}: the server has lost parts of it: {len(found)} are there, "
                 f"{sum(length for _, length in found)} of {size} bytes: repeat"
@@ -347,7 +342,7 @@ class S3Bucket:
     def copy(self, key: str, target: str) -> None:
         source = {"Bucket": self._name, "Key": self._prefix + key}
         entry = self.head(key)
-        if entry.size <= MAX_PART_BYTES:
+        if entry.size <= s3parts.MAX_PART_BYTES:
             self._ask("copy_object", target, CopySource=source)
             return
 
@@ -436,44 +431,6 @@ class S3Bucket:
         return f"{self.location}: {printable(key)}"
 
 
-class _Slice:
-    """A part of a file, as boto3 reads bodies: from several threads, and again when it repeats a request."""
-
-    def __init__(self, descriptor: int, offset: int, length: int) -> None:
-        self._descriptor = descriptor
-        self._offset = offset
-        self._length = length
-        self._at = 0
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = self._length - self._at
-        wanted = left if size is None or size < 0 else min(size, left)
-        data = os.pread(self._descriptor, wanted, self._offset + self._at)
-        self._at += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-
-def part_ranges(size: int) -> list[tuple[int, int, int]]:
-    """Number, offset and length of the parts of an object: few enough, and all but the last of one size.
-
-    Raises:
-        LimitError: that can't be.
-    """
-    step = PART_BYTES
-    if size > step * MAX_PARTS:
-        step = -(-size // (MAX_PARTS * PART_STEP)) * PART_STEP
-    if step > MAX_PART_BYTES:
-        raise LimitError(f"{size} bytes are more than an object of S3 can have")
-    return [(number, at, min(step, size - at)) for number, at in enumerate(range(0, size, step), 1)]
-
-
 def _match(entry: Entry | None) -> dict[str, Any]:
     return {} if entry is None else {"IfMatch": entry.etag}
 
@@ -495,17 +452,6 @@ def _whole_size(answer: Any, start: int, what: str) -> int | None:
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _joint_etag(etags: list[str]) -> str | None:
-    """What S3 makes of the ETags of parts; None where these aren't MD5 sums."""
-    try:
-        digests = [bytes.fromhex(etag.strip('"')) for etag in etags]
-    except ValueError:
-        return None
-    if any(len(digest) != 16 for digest in digests):
-        return None
-    return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(etags)}"
 
 
 def _nanoseconds(moment: Any) -> int:

@@ -121,8 +121,8 @@ class Lost(UnavailableError):
     """No answer that tells whether the request was done."""
 
 
-class BeyondEnd(ImgtoolError):
-    """416: the object ends before the range."""
+class BeyondEnd(UnavailableError):
+    """416: the object ends before the range. It doesn't leave the bucket."""
 
 
 @dataclass
@@ -163,6 +163,10 @@ class S3Client:
         if known is None:
             return time.time_ns()
         return known[0] + int((elapsed() - known[1]) * NANOSECONDS)
+
+    def close(self) -> None:
+        """Close idle connections. It stays usable."""
+        self._client.close()
 
     def ask(self, what: str, operation: str, /, tried: Attempts | None = None, **arguments: Any) -> Any:
         """The answer to a request, repeated as long as that can help.

@@ -19,7 +19,7 @@ from support.tools import need_root
 from imgtool.cli import run
 from layerstore.digest import Digest
 from layerstore.errors import ConflictError, NotFoundError
-from layerstore.store import s3
+from layerstore.store import s3parts
 from layerstore.store.bucket import ABSENT, Guarantees
 from layerstore.store.collect import collect, plan_collection
 from layerstore.store.objectblob import SMALL_BYTES
@@ -86,7 +86,7 @@ def test_listings_come_by_pages_and_in_order(bucket: S3Bucket, server: S3Server)
 
 @pytest.mark.case("S01", "S05")
 def test_large_blobs_go_in_parts_and_none_are_left(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "PART_BYTES", PART)
+    monkeypatch.setattr(s3parts, "PART_BYTES", PART)
     store = ObjectStore.create(server.open())
     data = os.urandom(2 * PART + SMALL_BYTES + 17)
     digest = put(store, data)
@@ -122,14 +122,14 @@ def test_parts_of_uploads_that_were_broken_off_are_reclaimed(server: S3Server, m
 
 
 def test_large_objects_are_copied_in_parts(bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "PART_BYTES", PART)
+    monkeypatch.setattr(s3parts, "PART_BYTES", PART)
     data = os.urandom(PART + 100)
     with tempfile.TemporaryFile() as spool:
         spool.write(data)
         spool.seek(0)
         bucket.send("blobs/x", spool, len(data))
     bucket.copy("blobs/x", "quarantine/whole")
-    monkeypatch.setattr(s3, "MAX_PART_BYTES", PART)
+    monkeypatch.setattr(s3parts, "MAX_PART_BYTES", PART)
     bucket.copy("blobs/x", "quarantine/parts")
     for key in ("quarantine/whole", "quarantine/parts"):
         assert bucket.read(key, 0, len(data) + 1).data == data

@@ -53,6 +53,9 @@ class MemoryBucket:
     def guarantees(self) -> Guarantees:
         return self._guarantees
 
+    def close(self) -> None:
+        pass
+
     def now(self) -> int:
         return self._clock()
 

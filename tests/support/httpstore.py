@@ -67,8 +67,8 @@ class Exchange:
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
     def send(self, data: bytes) -> None:
+        self.server.count(self.path, len(data))  # first: the client may look at the count as soon as it has all
         self.connection.sendall(data)
-        self.server.count(self.path, len(data))
 
     def set_body(self, body: bytes, *, status: int = 200, **headers: str) -> None:
         """Another answer; names of headers with ``_`` for ``-``."""

@@ -106,6 +106,7 @@ def seaweedfs_server(directory: Path) -> Iterator[S3Server]:
         lacking("seaweedfs is not installed (scripts/setup test)")
     data = directory / "seaweedfs"
     data.mkdir()
+    _remove_dead_sockets()
     config = directory / "seaweedfs.json"
     keys = [{"accessKey": ACCESS, "secretKey": SECRET}]
     config.write_text(json.dumps({"identities": [{"name": "tests", "credentials": keys, "actions": ["Admin"]}]}))
@@ -132,6 +133,18 @@ def seaweedfs_server(directory: Path) -> Iterator[S3Server]:
             if any(f"-{port}." in path.name for port in ports):
                 path.unlink(missing_ok=True)
         shutil.rmtree(data, ignore_errors=True)
+
+
+def _remove_dead_sockets() -> None:
+    """What sessions have left that were killed."""
+    for path in Path("/tmp").glob("seaweedfs-*.sock"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:
+                pass  # gone, or somebody else's
 
 
 @contextlib.contextmanager

@@ -115,8 +115,8 @@ def test_a_download_goes_on_where_it_was_after_a_token_expired(
     registry: FakeRegistry, client: RegistryClient, tmp_path: Path
 ) -> None:
     def cut_and_expire(exchange: Exchange) -> None:
+        gate_of(registry).expire()  # first: the client is quick to come back
         cut_short(200_000)(exchange)
-        gate_of(registry).expire()
 
     registry.misbehave(cut_and_expire, "GET /v2/a/blobs", times=2)  # the first isn't let in at all
     with (tmp_path / "x").open("w+b") as file:

@@ -126,6 +126,18 @@ def test_a_file_url_is_its_directory(places: Places) -> None:
             open_store(url)
 
 
+def test_a_public_bucket_is_read_by_its_web_address(places: Places, moto: S3Server) -> None:
+    """Its objects are laid out as a directory's files, and need no signature there."""
+    places.both("convert", places.source("base", file("a", CONTENT)), "--role", "base", "--tag", "some/name:1")
+    address = places.url.replace("s3:/", moto.endpoint).partition("?")[0]
+    prefix = places.url.partition("?")[0].removeprefix(f"s3://{moto.bucket}/")
+    for key in moto.keys(places.url):
+        moto.client.put_object_acl(Bucket=moto.bucket, Key=f"{prefix}/{key}", ACL="public-read")
+    assert run(["cat", "some/name:1", "/a", "--store", address]) == 0
+    places.refused("cat", "some/other", "/a", "--store", address, code=ExitCode.NOT_FOUND)
+    places.refused("gc", "--store", address, code=ExitCode.USAGE)
+
+
 def test_what_needs_files_says_so(places: Places) -> None:
     source = places.source("base", file("a", CONTENT))
     places.both("convert", source, "--role", "base", "--tag", "one")
@@ -162,6 +174,7 @@ def test_stores_are_known_by_where_they_are(places: Places, moto: S3Server, tmp_
         assert isinstance(store, ObjectStore)
         assert stores.open(store.location) is store
         assert open_store(store.location).location == store.location
+    assert list(store.names()) == [], "closed, and usable yet"
     memory = open_write_store(f"memory:/{tmp_path}", create=True)
     assert isinstance(memory, ObjectStore)
     assert list(open_prune_store(f"memory:/{tmp_path}").names()) == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from layerstore.errors import LimitError, UsageError
-from layerstore.store.s3 import MAX_PART_BYTES, MAX_PARTS, PART_BYTES, part_ranges
 from layerstore.store.s3client import S3Url
+from layerstore.store.s3parts import MAX_PART_BYTES, MAX_PARTS, PART_BYTES, part_ranges
 
 TIB = 1 << 40
 

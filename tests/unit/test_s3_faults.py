@@ -29,7 +29,7 @@ from layerstore.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from layerstore.store import s3, s3client
+from layerstore.store import s3, s3client, s3parts
 from layerstore.store.bucket import ABSENT, Entry
 from layerstore.store.collect import collect, plan_collection
 from layerstore.store.objects import ObjectStore
@@ -114,7 +114,7 @@ def sent(bucket: S3Bucket, key: str, data: bytes) -> str:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "PART_BYTES", PART)
+    monkeypatch.setattr(s3parts, "PART_BYTES", PART)
 
 
 # Uploads
@@ -302,6 +302,57 @@ def test_an_object_whose_body_always_ends_early_is_corrupt(bench: Bench, bucket:
     bench.proxy.misbehave(shorter, "blobs/x", method="GET")
     with pytest.raises(CorruptError, match="500 of 10000 bytes at 0 came, whatever was asked"):
         bucket.read("blobs/x", 0, 20_000)
+
+
+LARGE = os.urandom(200_000)
+
+
+@pytest.mark.parametrize("fault", [hang_up, reset(), status(503), status(403), status(404), answer(206), page()])
+def test_a_large_read_that_fails_is_repeated_the_careful_way(bench: Bench, bucket: S3Bucket, fault: Fault) -> None:
+    """Large reads go by a signed URL, which is quicker; what is wrong is found out as for all others."""
+    sent(bucket, "blobs/x", LARGE)
+    entry = bucket.head("blobs/x")
+    bench.proxy.misbehave(fault, "X-Amz-Signature", method="GET", times=1)
+    assert bucket.read_at(entry, 10, 150_000) == LARGE[10:150_010]
+    quick, careful = bench.proxy.seen("blobs/x", method="GET")
+    assert "X-Amz-Signature" in quick.target
+    assert "X-Amz-Signature" not in careful.target
+    bench.proxy.forget()
+    assert bucket.read_at(entry, 10, 150_000) == LARGE[10:150_010]
+    [quick] = bench.proxy.seen("blobs/x", method="GET")
+    assert "X-Amz-Signature" in quick.target
+
+
+@pytest.mark.case("S05", "S06")
+def test_a_large_read_that_breaks_off_goes_on_where_it_did(bench: Bench, bucket: S3Bucket) -> None:
+    etag = sent(bucket, "blobs/x", LARGE)
+    bench.proxy.misbehave(cut_short(1000), "blobs/x", method="GET", times=1)
+    assert bucket.read_at(bucket.head("blobs/x"), 0, 200_000) == LARGE
+    gets = bench.proxy.seen("blobs/x", method="GET")
+    assert [each.headers["range"] for each in gets] == ["bytes=0-199999", "bytes=1000-199999"]
+    assert gets[1].headers["if-match"] == etag
+
+
+def test_a_large_read_is_of_the_same_object(bench: Bench, bucket: S3Bucket) -> None:
+    sent(bucket, "blobs/x", bytes(100_000))
+    entry = bucket.head("blobs/x")
+    sent(bench.behind(), "blobs/x", b"1" * 100_000)
+    with pytest.raises(ConflictError):
+        bucket.read_at(entry, 0, 100_000)
+    bench.behind().delete("blobs/x")
+    with pytest.raises(NotFoundError):
+        bucket.read_at(entry, 0, 100_000)
+
+
+def test_no_message_has_a_signed_url(bench: Bench, bucket: S3Bucket) -> None:
+    sent(bucket, "blobs/x", LARGE)
+    entry = bucket.head("blobs/x")
+    for fault in (hang_up, status(503), s3_error(403, "SignatureDoesNotMatch", "https://x/?X-Amz-Signature=y")):
+        bench.proxy.misbehave(fault, "blobs/x", method="GET")
+        with pytest.raises(ImgtoolError) as caught:
+            bucket.read_at(entry, 0, 100_000)
+        assert "Signature=" not in str(caught.value)
+        bench.proxy.behave()
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_noticed(bench: Bench, bucket: S3Bucket) -> None:
@@ -772,6 +823,7 @@ def test_whatever_comes_is_one_of_our_errors_in_one_line(bench: Bench, number: i
     attempts: list[Callable[[], object]] = [
         lambda: bucket.head("refs/name"),
         lambda: bucket.read("refs/name", 0, 100),
+        lambda: bucket.read_at(Entry("refs/name", 1 << 20, 0, "x"), 0, 1 << 20),
         lambda: bucket.read_at(Entry("refs/name", 100, 0, "x"), 0, 100),
         lambda: bucket.write("refs/other", b"x", expected=ABSENT),
         lambda: bucket.send("blobs/x", io.BytesIO(b"x"), 1),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.buckets import BucketBench, MemoryBucket
 from support.children import Child, die_at_call
 from support.faults import fsync_for_free
 from support.stores import (
@@ -52,8 +53,10 @@ def impatience() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["directory", "memory"])
+@pytest.fixture(params=["directory", "memory", "bucket"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
+    if request.param == "bucket":
+        return BucketBench(MemoryBucket())
     return MemoryBench() if request.param == "memory" else DirectoryBench(str(tmp_path / "store"))
 
 

@@ -49,9 +49,10 @@ from layerstore.store.collect import collect, plan_collection
 from layerstore.store.collector import KEY, VOID_SECONDS
 from layerstore.store.format import CollectorDocument
 from layerstore.store.objectblob import SMALL_BYTES, blob_key
-from layerstore.store.objects import SETTLED_SECONDS, START_BYTES, ObjectStore
+from layerstore.store.objects import START_BYTES, ObjectStore
 from layerstore.store.protocol import BulkPruneStore, PruneStore, SizedStore
 from layerstore.store.reach import present_target
+from layerstore.store.remembered import SETTLED_SECONDS
 
 OTHER, SAMPLE = image(b"other"), image(b"layer", b"second")
 FOUND = descriptor(b"layer").digest
