@@ -148,8 +148,9 @@ class LayoutTarget:
         """Whether the directory is a layout, or may become one."""
         marker = os.path.join(self._path, "oci-layout")
         if not os.path.lexists(marker):
-            others = [name for name in os.listdir(self._path) if name not in ("blobs", "index.json")]
-            if not all(name.startswith(PREFIX) for name in others):  # of another export, which has just begun
+            # Another export may have begun a moment ago: then there is its marker by now, or one on its way.
+            others = [name for name in os.listdir(self._path) if name not in ("blobs", "index.json", "oci-layout")]
+            if not all(name.startswith(PREFIX) for name in others):
                 raise UsageError(
                     f"{printable(self._path)} is no OCI layout, and not empty: name another directory, or an empty one"
                 )
