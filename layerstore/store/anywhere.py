@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
@@ -81,6 +81,7 @@ class FsspecBucket:
         self._root = str(self._root).rstrip("/")
         self._renames = scheme in _RENAMING
         self._looking = threading.Lock()
+        self._writing = threading.Lock()
         self._looked = float("-inf")
         self._time: tuple[int, float] | None = None
 
@@ -135,11 +136,13 @@ class FsspecBucket:
         return data
 
     def write(self, key: str, data: bytes, *, expected: str | Absent | None = None) -> str:
-        if expected is not None:
-            self._compare(key, expected)
-        with self._errors(key), self._placed(key) as path:
-            self._system.pipe_file(path, data)
-        return self.head(key).etag
+        # Of the threads of one process, one at a time looks and writes; nothing keeps others away meanwhile.
+        with self._writing if expected is not None else nullcontext():
+            if expected is not None:
+                self._compare(key, expected)
+            with self._errors(key), self._placed(key) as path:
+                self._system.pipe_file(path, data)
+            return self.head(key).etag
 
     def _compare(self, key: str, expected: str | Absent) -> None:
         try:
