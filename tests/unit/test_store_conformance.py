@@ -18,6 +18,7 @@ from support.httpstore import HttpBench
 from support.mirrors import WRAPPERS, WrappedBench
 from support.registries import DockerBench, DockerRegistry, FakeRegistry, RegistryBench
 from support.servers import S3Server
+from support.sharedfs import shared
 from support.stores import (
     DAY,
     Bench,
@@ -32,6 +33,7 @@ from support.stores import (
     put_missing,
     unpublish,
 )
+from support.tools import need_root
 
 from layerstore.digest import Digest
 from layerstore.errors import ConflictError, CorruptError, NotFoundError, UnavailableError, UsageError
@@ -55,13 +57,15 @@ BENCHES: dict[str, Callable[[Path, float], Bench]] = {
 }
 SERVERS = ("moto", "seaweedfs")
 """Fixtures of the session: servers whose buckets are benches, too."""
+SHARED = "directory on FUSE"
+"""A directory store on a file system of FUSE, as nodes of 3FS have it."""
 EXEMPT = {"registry": RegistryBench.EXEMPT, "docker registry": DockerBench.EXEMPT}
 """Tests of what a store is not: a ``WriteStore`` on its bench has no collector, for one."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "make" in metafunc.fixturenames:
-        benches = [*sorted(BENCHES), *SERVERS]
+        benches = [*sorted(BENCHES), *SERVERS, SHARED]
         chosen = [name for name in benches if metafunc.function.__name__ not in EXEMPT.get(name, ())]
         metafunc.parametrize("make", chosen, indirect=True)
 
@@ -84,6 +88,10 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeBench]:
             if request.param in SERVERS:
                 server: S3Server = request.getfixturevalue(request.param)
                 return stack.enter_context(closing(BucketBench(server.open(), seconds)))
+            if request.param == SHARED:
+                need_root()
+                place = stack.enter_context(shared("fuse", tmp_path)).path
+                return stack.enter_context(closing(DirectoryBench(str(place / "store"), seconds)))
             return stack.enter_context(closing(BENCHES[request.param](tmp_path, seconds)))
 
         yield make
