@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -30,7 +30,8 @@ from prefetch.trace.format import (
     Wait,
     parse_trace,
 )
-from prefetch.trace.places import ImagePlaces, Range
+from prefetch.trace.naming import named
+from prefetch.trace.places import ImagePlaces
 
 NEAR = 5_000
 """Microseconds. A reader whose data are missing waits for two parties, whose order is the kernel's choice: the recorder
@@ -71,7 +72,8 @@ def complete(
         header = TraceHeader.parse(stream.readline(HEADER_BYTES).rstrip(b"\n"), printable(spec.part))
     waited = with_waits(accesses, waits)
     try:
-        waited = list(with_paths(waited, places_of(spec, header)))
+        places = places_of(spec, header)
+        waited = [piece for access in waited for piece in named(access, places)]
     except ImgtoolError as error:
         note = "; ".join(filter(None, (note, f"its paths are missing: {error}")))
     published(spec, Trace(header, tuple(waited), tuple(waits), ended))
@@ -108,38 +110,6 @@ def places_of(spec: RecordingSpec, header: TraceHeader) -> ImagePlaces:
                 stream = stack.enter_context(open(layer.image, "rb", buffering=0))
             trees.append(load_tree(Image(FileSource(stream.fileno(), what))))
         return ImagePlaces(header.layers, trees)
-
-
-def with_paths(accesses: Iterable[Access], places: ImagePlaces) -> Iterator[Access]:
-    """Accesses, cut where another file begins. Of one that is cut, the first piece has all of the wait."""
-    for access in accesses:
-        at, waited = access.offset, access.waited
-        for path, file_offset, start, end in _pieces(access, places):
-            if start > at:
-                yield access._replace(offset=at, length=start - at, waited=waited)
-                waited = 0
-            yield access._replace(
-                offset=start, length=end - start, waited=waited, path=printable(path), file_offset=file_offset
-            )
-            at, waited = end, 0
-        if at < access.end:
-            yield access._replace(offset=at, length=access.end - at, waited=waited)
-
-
-def _pieces(access: Access, places: ImagePlaces) -> Iterator[tuple[bytes, int, int, int]]:
-    """Path, offset in the file, and where in the pack it begins and ends; what adjoins in both is one piece."""
-    last: tuple[bytes, int, int, int] | None = None
-    for place in places.at(Range(access.layer, access.device, access.offset, access.length)):
-        start, end = place.range.offset, place.range.offset + place.range.length
-        if last is not None:
-            path, offset, before, there = last
-            if path == place.path and there == start and offset + there - before == place.file_offset:
-                last = (path, offset, before, end)
-                continue
-            yield last
-        last = (place.path, place.file_offset, start, end)
-    if last is not None:
-        yield last
 
 
 def published(spec: RecordingSpec, trace: Trace) -> None:

@@ -6,6 +6,7 @@ to stand in a moment, and loading it takes longer than everything else.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections import deque
@@ -20,7 +21,9 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, ensure_a
 
 
 class Partial:
-    """Appends to ``path``, a trace's header so far. Times are given by the monotonic clock, in seconds.
+    """Appends to ``path``, a trace's header so far, and holds a lock on it (flock), by which it is seen to grow.
+
+    Times are given by the monotonic clock, in seconds.
 
     Any thread may :meth:`note`; the rest is one thread's. Where the file can't be written, the recording goes on in
     memory, and ``failure`` says why.
@@ -28,6 +31,7 @@ class Partial:
 
     def __init__(self, path: str, began: float) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
         self._began = began
         self._pending: deque[tuple[float, int, int, int, int, str]] = deque()
         self._due = 0.0
@@ -91,8 +95,11 @@ class Partial:
     def _since(self, moment: float) -> int:
         return max(0, round((moment - self._began) * 1e6))
 
-    def close(self, now: float) -> int:
+    def end(self, now: float) -> int:
         """Write the rest; how long the recording took, in microseconds."""
         self.flush()
-        os.close(self._file)
         return self._since(now)
+
+    def close(self) -> None:
+        """Let the file go; once. Until then nobody removes it."""
+        os.close(self._file)

@@ -282,9 +282,10 @@ class Recorder:
             for fd in self._way.filenos():
                 self._forget(fd)
             self._way.stop()
-            ended = self._partial.close(time.monotonic())
+            ended = self._partial.end(time.monotonic())
             discard |= unless_empty and not len(self._partial.accesses)
             self._result = self._discarded() if discard else self._completed(None if cut else ended)
+            self._partial.close()
         return self._result
 
     def _discarded(self) -> Message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from itertools import chain
 
 from layerstore.errors import ConflictError, MalformedError, printable
 from prefetch.trace.format import Access, Trace
@@ -37,9 +38,7 @@ def raw_path(text: str) -> bytes:
 
 
 def name_accesses(trace: Trace, places: ImagePlaces) -> Trace:
-    """The trace with the paths that accesses lack; one that holds parts of several files is taken apart.
-
-    What no file of the image has stays without a path. The wait goes to the first of the parts, the count to each.
+    """The trace with the paths that accesses lack, each as :func:`named` gives it.
 
     Raises:
         ConflictError: the image has other layers than the trace.
@@ -48,28 +47,39 @@ def name_accesses(trace: Trace, places: ImagePlaces) -> Trace:
         raise ConflictError("the image has other layers than the trace: name the one that it was recorded of")
     if all(access.path is not None for access in trace.accesses):
         return trace
-    return dataclasses.replace(
-        trace, accesses=tuple(part for access in trace.accesses for part in _named(access, places))
-    )
+    parts = ([access] if access.path is not None else named(access, places) for access in trace.accesses)
+    return dataclasses.replace(trace, accesses=tuple(chain.from_iterable(parts)))
 
 
-def _named(access: Access, places: ImagePlaces) -> Iterator[Access]:
-    if access.path is not None:
-        yield access
-        return
-    waited, position = access.waited, access.offset
-    for place in places.at(Range(access.layer, access.device, access.offset, access.length)):
-        start, length = place.range.offset, place.range.length
-        if start > position:  # what no file has: padding, or data of files that another layer hides
-            yield access._replace(offset=position, length=start - position, waited=waited)
+def named(access: Access, places: ImagePlaces) -> Iterator[Access]:
+    """An access cut where another file begins. Of one that is cut, the first piece has all of the wait.
+
+    What no file has, padding or data of files that another layer hides, stays without a path.
+    """
+    at, waited = access.offset, access.waited
+    for path, file_offset, start, end in _pieces(access, places):
+        if start > at:
+            yield access._replace(offset=at, length=start - at, waited=waited)
             waited = 0
         yield access._replace(
-            offset=start,
-            length=length,
-            waited=waited,
-            path=printable(place.path),
-            file_offset=place.file_offset,
+            offset=start, length=end - start, waited=waited, path=printable(path), file_offset=file_offset
         )
-        waited, position = 0, start + length
-    if position < access.end:
-        yield access._replace(offset=position, length=access.end - position, waited=waited)
+        at, waited = end, 0
+    if at < access.end:
+        yield access._replace(offset=at, length=access.end - at, waited=waited)
+
+
+def _pieces(access: Access, places: ImagePlaces) -> Iterator[tuple[bytes, int, int, int]]:
+    """Path, offset in the file, and where in the pack it begins and ends; what adjoins in both is one piece."""
+    last: tuple[bytes, int, int, int] | None = None
+    for place in places.at(Range(access.layer, access.device, access.offset, access.length)):
+        start, end = place.range.offset, place.range.offset + place.range.length
+        if last is not None:
+            path, offset, before, there = last
+            if path == place.path and there == start and offset + there - before == place.file_offset:
+                last = (path, offset, before, end)
+                continue
+            yield last
+        last = (place.path, place.file_offset, start, end)
+    if last is not None:
+        yield last

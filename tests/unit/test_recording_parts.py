@@ -25,13 +25,15 @@ from layerstore.tree.inode import Directory, File, walk
 from overlay.layers import MountableLayer
 from overlay.recording import perf
 from overlay.recording.accesses import BLOCK, Accesses
-from overlay.recording.completion import complete, complete_part, with_paths, with_waits
+from overlay.recording.completion import complete, complete_part, with_waits
 from overlay.recording.pages import PageRanges
 from overlay.recording.partial import DELAY, Partial
 from overlay.recording.programs import Programs
 from overlay.recording.spec import RecordedLayer, RecordingSpec, load_spec
 from prefetch.trace.format import Access, TracedLayer, TraceHeader, Wait, access_line, parse_trace, wait_line
+from prefetch.trace.naming import named
 from prefetch.trace.places import ImagePlaces
+from prefetch.trace.traces import Traces
 
 reads = st.lists(
     st.tuples(st.integers(0, 1), st.integers(1, 2), st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=40
@@ -103,7 +105,8 @@ def test_lines_are_those_of_a_trace(tmp_path: Path) -> None:
     assert parse_trace(Path(spec.part).read_bytes(), "part").accesses == ()
     partial.flush()
     partial.wait(99.0, 100.5)
-    assert partial.close(101.0) == 1_000_000
+    assert partial.end(101.0) == 1_000_000
+    partial.close()
     expected = [
         access_line(Access(1500, 0, 1, 8192, 12288, comm='we"ird ü\\x80')),
         access_line(Access(2000, 0, 1, 20480, 4096)),
@@ -114,13 +117,32 @@ def test_lines_are_those_of_a_trace(tmp_path: Path) -> None:
     assert partial.waits == [(0, 500_000)]
 
 
+def test_what_is_being_recorded_is_seen_and_not_removed(tmp_path: Path) -> None:
+    traces = Traces(str(tmp_path))
+    Path(traces.directory).mkdir()
+    spec = RecordingSpec("box", "it", traces.directory, str(tmp_path / "sandboxes/box"), None, ())
+    Path(spec.part).write_bytes(TraceHeader((TracedLayer(Digest.of(b"m")),)).line())
+    partial = Partial(spec.part, 0.0)
+    partial.end(1.0)  # its paths are looked for now
+    [listed] = traces.list()
+    assert listed.recording and not listed.complete
+    with pytest.raises(ConflictError, match="is being recorded"):
+        traces.remove("it")
+    partial.close()
+    [listed] = traces.list()
+    assert not listed.recording
+    traces.remove("it")
+    assert traces.list() == []
+
+
 def test_many_are_written_before_they_are_old(tmp_path: Path) -> None:
     spec, _ = part_with(tmp_path)
     partial = Partial(spec.part, 0.0)
     for number in range(512):
         partial.note(1.0, 0, 1, number * BLOCK, BLOCK, "")
     assert partial.is_due(1.0)
-    partial.close(1.0)
+    partial.end(1.0)
+    partial.close()
     assert len(parse_trace(Path(spec.part).read_bytes(), "part").accesses) == 512
 
 
@@ -130,7 +152,8 @@ def test_a_full_disk_ends_the_file_and_not_the_recording() -> None:
         partial.note(1.0, 0, 1, number * BLOCK, BLOCK, "")
         partial.flush()
     assert partial.failure == "No space left on device"
-    partial.close(1.0)
+    partial.end(1.0)
+    partial.close()
     assert len(partial.accesses) == 2
 
 
@@ -155,7 +178,7 @@ def test_accesses_are_cut_where_a_file_ends() -> None:
     two.chunks = Chunked(2, array("Q", [address(1, 5)]))
     three.chunks = Chunked(0, array("Q", [address(1, 8), address(1, 7)]))  # in another order
     access = Access(5, 0, 1, 0, 10 * BLOCK, waited=7, times=2, comm="sh")
-    found = list(with_paths([access], places(root)))
+    found = list(named(access, places(root)))
     assert [(a.offset // BLOCK, a.length // BLOCK, a.path, a.file_offset // BLOCK, a.waited) for a in found] == [
         (0, 5, "one", 0, 7),
         (5, 1, "two", 0, 0),
@@ -165,7 +188,7 @@ def test_accesses_are_cut_where_a_file_ends() -> None:
         (9, 1, None, 0, 0),
     ]
     assert {(a.at, a.layer, a.device, a.times, a.comm) for a in found} == {(5, 0, 1, 2, "sh")}
-    [none] = with_paths([access._replace(device=2)], places(root))
+    [none] = named(access._replace(device=2), places(root))
     assert none == access._replace(device=2)
 
 
