@@ -25,12 +25,6 @@ def spool() -> str | None:
     return os.environ.get("TMPDIR") or next(filter(os.path.isdir, ("/var/tmp",)), None)
 
 
-def docker_config() -> str | None:
-    """``DOCKER_CONFIG``: the directory of docker's configuration; None means where docker has it."""
-    directory = os.environ.get("DOCKER_CONFIG")
-    return os.path.join(directory, "config.json") if directory else None
-
-
 def terminal() -> str | None:
     """``TERM``, for programs in a sandbox."""
     return os.environ.get("TERM") or None

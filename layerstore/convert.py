@@ -72,7 +72,6 @@ class Conversion:
         raw: store the layer's packs raw too, those that it shares included.
         hot: what is to be read first, in order. It lies together, at the head of the new pack, and is written there
             though other packs have it, unless one of them has all of it together.
-        docker_config: path of docker's ``config.json``, for a source in a registry; None for where docker has it.
     """
 
     source: SourceName
@@ -87,7 +86,6 @@ class Conversion:
     limits: Limits = DEFAULT_LIMITS
     raw: bool = False
     hot: Sequence[HotFile] = ()
-    docker_config: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +177,7 @@ def convert(
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         work = _Work(conversion, publisher, scratch, pool, progress, warnings)
         base = _load_base(conversion, store, scratch, stack)
-        reader = SourceReader(
-            scratch, stack, conversion.platform, conversion.limits, progress, warnings, conversion.docker_config
-        )
+        reader = SourceReader(scratch, stack, conversion.platform, conversion.limits, progress, warnings)
         material = reader.read(conversion.source, base)
         entries, files = survey(material.tree)
         for file in files:

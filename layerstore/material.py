@@ -78,7 +78,6 @@ class SourceReader:
         scratch: directory for spools.
         stack: closes what the tree's data is read from.
         platform: which image of an index, and the platform of a source that has none.
-        docker_config: path of docker's ``config.json``; None for where docker has it.
     """
 
     scratch: str
@@ -87,7 +86,6 @@ class SourceReader:
     limits: Limits
     progress: Progress
     warn: Callable[[str], None]
-    docker_config: str | None = None
 
     def read(self, source: SourceName, base: Base | None) -> Material:
         """The source's tree, collapsed, or as an overlay over ``base``.
@@ -109,7 +107,6 @@ class SourceReader:
                     scratch=self.scratch,
                     limits=self.limits,
                     warn=self.warn,
-                    docker_config=self.docker_config,
                 )
             )
             image = opened.image(self.platform)

@@ -20,6 +20,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--node-rounds", type=int, default=36, help="rounds of each test in which the node's parts fail")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nobody_is_logged_in() -> Iterator[None]:
+    """Whoever runs the tests may have credentials for registries; no test is to use them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DOCKER_CONFIG", "/nonexistent")
+        yield
+
+
 @pytest.fixture(scope="session")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     from support.servers import moto_server

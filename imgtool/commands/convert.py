@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from imgtool import environment, progress, render
+from imgtool import progress, render
 from imgtool.options import examples, jobs_option, json_option, store_option, writable_store
 from imgtool.planfile import chance, check_plan_targets, keep_plan, layout_options, load_plan
 from layerstore.convert import Conversion, Report, convert
@@ -97,7 +97,6 @@ def command(
         limits=limits,
         raw=raw,
         hot=hot_files(planned, chance(min_chance)) if planned else (),
-        docker_config=environment.docker_config(),
     )
     target = writable_store(store, root)
     with progress.shown() as drawn:

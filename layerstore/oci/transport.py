@@ -12,9 +12,7 @@ from layerstore.oci.source import ImageSource, Warn
 from layerstore.oci.source_name import SourceName
 
 
-def open_source(
-    name: SourceName, *, scratch: str, limits: Limits, warn: Warn, docker_config: str | None = None
-) -> ImageSource:
+def open_source(name: SourceName, *, scratch: str, limits: Limits, warn: Warn) -> ImageSource:
     """Open an image source; close it after use. Of a registry nothing is asked yet.
 
     Args:
@@ -23,7 +21,6 @@ def open_source(
             is closed.
         limits: ``layer_bytes`` bounds a decompressed archive.
         warn: told of oddities that are no reason to refuse.
-        docker_config: path of docker's ``config.json``, for registries; None for where docker has it.
 
     Raises:
         NotFoundError: no such file or directory.
@@ -34,7 +31,7 @@ def open_source(
         # requests takes longer to import than most archives take to open.
         from layerstore.registry.source import RegistrySource
 
-        return RegistrySource(name.reference, scratch=scratch, warn=warn, docker_config=docker_config)
+        return RegistrySource(name.reference, scratch=scratch, warn=warn)
     files: Files
     if name.transport == "oci":
         files = DirectoryFiles(name.path)

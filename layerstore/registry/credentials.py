@@ -19,7 +19,6 @@ from oras.auth.token import TokenAuth
 from layerstore.errors import MalformedError, NotFoundError, UnavailableError, os_errors, printable
 from layerstore.oci.document import parse
 
-DEFAULT_CONFIG = "~/.docker/config.json"
 CONFIG_BYTES = 1 << 20
 HELPER_SECONDS = 30.0
 """Some ask a cloud's service."""
@@ -27,6 +26,11 @@ _NOT_FOUND = "credentials not found"
 """What helpers print, by their protocol, when they have none."""
 _TOKEN_USER = "<token>"
 """The user name with which a helper says that the secret is an identity token."""
+
+
+def default_config() -> str:
+    """Where docker has its configuration: ``DOCKER_CONFIG`` names another directory, for docker and its like."""
+    return os.path.join(os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker"), "config.json")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,7 +56,7 @@ class DockerConfig(TokenAuth):  # type: ignore[misc]  # oras has no types
             path: of ``config.json``; None for the place where docker has it. No file: no credentials.
         """
         super().__init__()
-        self._path = os.path.expanduser(DEFAULT_CONFIG) if path is None else path
+        self._path = default_config() if path is None else path
         self._basic_auth: str | None = None
         self._identity_token: str | None = None
 

@@ -98,33 +98,38 @@ def test_what_skopeo_pushed_converts_to_what_its_layout_does(
     )
     site = Site(tmp_path)
     direct = site.convert(source.name("it"), tag="direct")
-    pulled = site.convert(f"docker://{registry.host}/{repository}:1.0", tag="pulled", docker_config=NOBODY)
-    by_digest = site.convert(
-        f"docker://{registry.host}/{repository}@{direct.layer.source}", tag="digest", docker_config=NOBODY
-    )
+    pulled = site.convert(f"docker://{registry.host}/{repository}:1.0", tag="pulled")
+    by_digest = site.convert(f"docker://{registry.host}/{repository}@{direct.layer.source}", tag="digest")
     digests = {site.store.resolve(name).digest for name in ("direct", "pulled", "digest")}
     assert len(digests) == 1
     assert pulled.layer.source == by_digest.layer.source == direct.layer.source
     assert site.leftovers() == []
 
 
-def test_the_command_converts_what_needs_a_login(tmp_path: Path) -> None:
+def test_commands_log_in_as_docker_does(tmp_path: Path) -> None:
     source = layout(tmp_path / "layout")
     with DockerRegistry(tmp_path / "registry", auth=basic_auth(tmp_path)) as registry:
         config = docker_config(tmp_path, registry.host)
         name = f"docker://{registry.host}/team/app:1"
         skopeo("copy", "--quiet", "--dest-tls-verify=false", f"--dest-authfile={config}", source.name("it"), name)
-        command = [sys.executable, "-m", "imgtool", "convert", name, "--role", "base", "--tag", "app", "--json"]
         environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "IMGTOOL_ROOT": str(tmp_path / "root")}
-        for directory, code in ((str(tmp_path), 0), ("/nonexistent", 77)):
-            ran = subprocess.run(
-                command, env={**environment, "DOCKER_CONFIG": directory}, capture_output=True, text=True, timeout=120
-            )
-            assert (ran.returncode == 0) == (code == 0), ran.stderr
-            if code == 0:
-                assert json.loads(ran.stdout)
-            else:
-                assert "docker login" in ran.stderr
+        for command in (
+            ("convert", name, "--role", "base", "--tag", "app", "--json"),
+            ("ls", "--store", f"oci://{registry.host}/team/app", "--json"),
+        ):
+            for directory, welcome in ((str(tmp_path), True), ("/nonexistent", False)):
+                ran = subprocess.run(
+                    [sys.executable, "-m", "imgtool", *command],
+                    env={**environment, "DOCKER_CONFIG": directory},
+                    capture_output=True,
+                    text=True,
+                    timeout=120,
+                )
+                assert (ran.returncode == 0) == welcome, ran.stderr
+                if welcome:
+                    assert json.loads(ran.stdout)
+                else:
+                    assert "docker login" in ran.stderr
 
 
 # Stores

@@ -78,7 +78,6 @@ class Opener:
             scratch=str(self.scratch),
             limits=DEFAULT_LIMITS,
             warn=self.warnings.append,
-            docker_config="/nonexistent",
         )
         self.sources.append(source)
         return source
