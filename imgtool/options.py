@@ -89,10 +89,9 @@ def store_path(store: str | None, root: str | None) -> str:
     given = store or environment.store() or os.path.join(root_path(root), "store")
     if "://" not in given:  # what opens stores takes a third of the time that `up` does: it is imported for URLs alone
         return os.path.abspath(given)
-    from layerstore.store.opening import is_url
+    from layerstore.store.opening import BETWEEN_MIRRORS, is_url, mirrors_of
 
-    # Mirrors are several, with | between them: see docs/stores.md.
-    return "|".join(part if is_url(part) else os.path.abspath(part) for part in given.split("|"))
+    return BETWEEN_MIRRORS.join(part if is_url(part) else os.path.abspath(part) for part in mirrors_of(given))
 
 
 def open_store(store: str | None, root: str | None) -> Store:

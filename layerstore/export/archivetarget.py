@@ -5,7 +5,6 @@ It is written from front to back but for the headers of blobs: their names and s
 
 from __future__ import annotations
 
-import hashlib
 import os
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -13,12 +12,13 @@ from typing import TYPE_CHECKING
 from layerstore.digest import Digest
 from layerstore.errors import UsageError, os_errors, printable
 from layerstore.export.layouttarget import VERSION
-from layerstore.export.target import check_blob, tagged
+from layerstore.export.target import tagged
 from layerstore.export.tarheader import END
 from layerstore.oci.descriptor import Descriptor
 from layerstore.oci.document import dump
 from layerstore.oci.mediatype import OCI_INDEX
 from layerstore.staging import StagedFile
+from layerstore.store.counting import CountedUpload
 from layerstore.store.protocol import Upload
 from layerstore.tar.format import BLOCK, DIRTYPE, MAGIC_GNU, REGTYPE, Header, checksum, padded
 
@@ -117,28 +117,19 @@ class ArchiveTarget:
             os.lseek(self._file.fileno(), self._end, os.SEEK_SET)
 
 
-class _ArchivedBlob:
+class _ArchivedBlob(CountedUpload):
     def __init__(self, archive: ArchiveTarget) -> None:
+        super().__init__()
         self._archive = archive
-        self._hasher = hashlib.sha256()
-        self._size = 0
         self._open = True
         archive.begin()
 
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def digest(self) -> Digest:
-        return Digest("sha256", self._hasher.hexdigest())
-
     def write(self, data: Buffer) -> None:
         self._archive.write(data)
-        self._hasher.update(data)
-        self._size += memoryview(data).nbytes
+        self.wrote(data)
 
     def commit(self, digest: Digest, size: int) -> None:
-        check_blob(self, digest, size)
+        self.check(digest, size)
         self._archive.finish(digest, size)
         self._open = False
 

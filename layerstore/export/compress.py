@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,8 +82,8 @@ class _Plain:
         pass
 
 
-class _Pieces:
-    """Cuts what is written into pieces of one size, the last one shorter; ``_compress`` is called in the pool."""
+class _Pieces(ABC):
+    """Cuts what is written into pieces of one size, the last one shorter; the pool compresses them."""
 
     def __init__(self, write: Write, pool: ThreadPoolExecutor, jobs: int, piece: int) -> None:
         self._write = write
@@ -118,8 +119,9 @@ class _Pieces:
         while len(self._pending) > most:
             self._write(self._pending.popleft().result())
 
+    @abstractmethod
     def _start(self, data: bytes, last: bool) -> Future[bytes]:
-        raise NotImplementedError
+        """Have a piece compressed."""
 
 
 class _Gzip(_Pieces):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +18,13 @@ from typing import TYPE_CHECKING
 
 from layerstore.digest import Digest
 from layerstore.errors import MalformedError, UnsupportedError, UsageError, os_errors, printable
-from layerstore.export.target import check_blob, tagged
+from layerstore.export.target import tagged
 from layerstore.oci.descriptor import Descriptor
 from layerstore.oci.document import CONFIG_BYTES, dump, parse
 from layerstore.oci.layout import LAYOUT_FILE_BYTES, REF_NAME
 from layerstore.oci.mediatype import OCI_INDEX
 from layerstore.staging import DIRECTORY_MODE, PREFIX, StagedFile, read_file, sync_directory, write_file
+from layerstore.store.counting import CountedUpload
 from layerstore.store.protocol import Upload
 
 if TYPE_CHECKING:
@@ -34,32 +34,23 @@ VERSION = b'{"imageLayoutVersion":"1.0.0"}'
 """What is in ``oci-layout``."""
 
 
-class _StagedBlob:
+class _StagedBlob(CountedUpload):
     """A blob on its way into a directory; ``added`` hears of one that wasn't there."""
 
     def __init__(self, directory: str, added: Callable[[str], None]) -> None:
+        super().__init__()
         self._directory = directory
         self._added = added
-        self._hasher = hashlib.sha256()
-        self._size = 0
         with os_errors("write a blob"):
             self._staged = StagedFile(directory)
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def digest(self) -> Digest:
-        return Digest("sha256", self._hasher.hexdigest())
 
     def write(self, data: Buffer) -> None:
         with os_errors("write a blob"):
             self._staged.write(data)
-        self._hasher.update(data)
-        self._size += memoryview(data).nbytes
+        self.wrote(data)
 
     def commit(self, digest: Digest, size: int) -> None:
-        check_blob(self, digest, size)
+        self.check(digest, size)
         path = os.path.join(self._directory, digest.hex)
         with os_errors(f"write blob {digest}"):
             self._staged.seal()

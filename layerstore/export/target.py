@@ -12,8 +12,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol, Self
 
-from layerstore.digest import Digest
-from layerstore.errors import CorruptError
 from layerstore.oci.descriptor import Descriptor
 from layerstore.oci.layout import REF_NAME
 from layerstore.store.protocol import Upload
@@ -40,12 +38,6 @@ class Target(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-
-
-def check_blob(upload: Upload, digest: Digest, size: int) -> None:
-    """Raise CorruptError unless these are digest and size of what has been written."""
-    if (upload.digest(), upload.size) != (digest, size):
-        raise CorruptError("blob", expected=f"{digest} of {size} bytes", actual=f"{upload.digest()} of {upload.size}")
 
 
 def tagged(entry: Descriptor, tag: str | None) -> dict[str, object]:

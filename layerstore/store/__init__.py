@@ -17,12 +17,12 @@
    copying, sync ──▶ transfer ──▶ composition ──▶ retrying, caching, singleflight     small wrappers: each is a Store
                                             └───▶ failover, verified, late            over another one
 
-``directory`` is made of ``blobfile`` (blobs and uploads), ``lease``, ``layerstore/staging`` (files on their way to
-a name), ``locks``, ``clock`` and ``failures`` (what errors of the disk mean); ``http`` of ``httpget`` (which answers
-are believed) and ``httpsocket`` (answers end, whatever the server does); ``objects`` of ``collector`` (what publishers
-and collectors tell each other where there are no locks), ``objectlease``, ``objectblob``, ``remembered`` and ``ahead``;
-``s3`` of ``s3client`` and ``s3parts``. ``transfer`` moves blobs, under leases on both sides. On disk, with documents as
-in ``format.py``::
+Uploads are alike in what they count (``counting``). ``directory`` is made of ``blobfile`` (blobs and uploads),
+``lease``, ``layerstore/staging`` (files on their way to a name), ``locks``, ``clock`` and ``failures`` (what errors
+of the disk mean); ``http`` of ``httpget`` (which answers are believed) and ``httpsocket`` (answers end, whatever the
+server does); ``objects`` of ``collector`` (what publishers and collectors tell each other where there are no locks),
+``objectlease``, ``objectblob``, ``remembered`` and ``ahead``; ``s3`` of ``s3client`` and ``s3parts``. ``transfer``
+moves blobs, under leases on both sides. On disk, with documents as in ``format.py``::
 
     store.json              magic, version, features: what makes a directory a store
     blobs/<algorithm>/<hex> immutable bytes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import TYPE_CHECKING
 
-from layerstore.digest import Digest, Hasher
-from layerstore.errors import CorruptError, UsageError
+from layerstore.digest import Digest
+from layerstore.errors import CorruptError
 from layerstore.staging import StagedFile
+from layerstore.store.counting import CountedUpload
 from layerstore.store.failures import disk_errors
 from layerstore.store.locks import FileLock
 
@@ -59,27 +59,18 @@ class BlobFile:
         self.close()
 
 
-class BlobUpload:
+class BlobUpload(CountedUpload):
     """A blob on its way into ``directory``, hashed as it is written.
 
     Any failure removes what was written at once: on a full disk the space is wanted.
     """
 
     def __init__(self, directory: str, algorithm: str, lock: FileLock) -> None:
+        super().__init__(algorithm)
         self._directory = directory
-        self._algorithm = algorithm
         self._lock = lock
-        self._hasher: Hasher = hashlib.new(algorithm)
-        self._size = 0
         with disk_errors("start blob"):
             self._staged = StagedFile(directory)
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def digest(self) -> Digest:
-        return Digest(self._algorithm, self._hasher.hexdigest())
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data)
@@ -89,16 +80,11 @@ class BlobUpload:
         except BaseException:
             self.discard()
             raise
-        self._hasher.update(view)
-        self._size += view.nbytes
+        self.wrote(view)
 
     def commit(self, digest: Digest, size: int) -> None:
         try:
-            if digest.algorithm != self._algorithm:
-                raise UsageError(f"an upload for {self._algorithm} can't become {digest}")
-            if self._size != size:
-                raise CorruptError(f"blob {digest}", expected=f"{size} bytes", actual=f"{self._size}")
-            digest.check(self._hasher, f"blob {digest}")
+            self.check(digest, size)
             with disk_errors(f"write blob {digest}"):
                 self._staged.seal()
                 # The lock keeps collectors and quarantine from mistaking the new blob for the one it replaces.

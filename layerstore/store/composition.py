@@ -24,9 +24,6 @@ from layerstore.store.retrying import RetryingStore, Wait
 from layerstore.store.singleflight import SingleFlightStore
 from layerstore.store.verified import VerifiedStore
 
-BETWEEN_MIRRORS = "|"
-"""In a location: the mirrors of a store, the first first."""
-
 
 def patient(store: Store, *, wait: Wait = time.sleep) -> Store:
     """``store``, asked again where it is unavailable for a moment, unless it is so already."""

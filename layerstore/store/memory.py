@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import tempfile
 import threading
@@ -11,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from layerstore.digest import Digest, Hasher
+from layerstore.digest import Digest
 from layerstore.errors import ConflictError, CorruptError, NotFoundError, UnavailableError, UsageError
 from layerstore.oci.descriptor import Descriptor
 from layerstore.store.clock import NANOSECONDS, Clock
+from layerstore.store.counting import CountedUpload
 from layerstore.store.locks import LOCK_SECONDS
 from layerstore.store.names import check_name
 from layerstore.store.protocol import ALGORITHMS, BlobInfo, Lease, Reference
@@ -209,37 +209,22 @@ class MemoryBlob:
     def __exit__(self, *exc: object) -> None: ...
 
 
-class MemoryUpload:
+class MemoryUpload(CountedUpload):
     """Collects pieces; nothing is seen before :meth:`commit`."""
 
     def __init__(self, store: MemoryStore, algorithm: str) -> None:
+        super().__init__(algorithm)
         self._store = store
-        self._algorithm = algorithm
-        self._hasher: Hasher = hashlib.new(algorithm)
         self._pieces: list[bytes] = []
-        self._size = 0
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def digest(self) -> Digest:
-        return Digest(self._algorithm, self._hasher.hexdigest())
 
     def write(self, data: Buffer) -> None:
-        piece = bytes(data)
-        self._hasher.update(piece)
-        self._size += len(piece)
-        self._pieces.append(piece)
+        self._pieces.append(bytes(data))
+        self.wrote(self._pieces[-1])
 
     def commit(self, digest: Digest, size: int) -> None:
         data = b"".join(self._pieces)
         self._pieces.clear()
-        if digest.algorithm != self._algorithm:
-            raise UsageError(f"an upload for {self._algorithm} can't become {digest}")
-        if len(data) != size:
-            raise CorruptError(f"blob {digest}", expected=f"{size} bytes", actual=f"{len(data)}")
-        digest.check(self._hasher, f"blob {digest}")
+        self.check(digest, size)
         with self._store.exclusive():
             self._store.content[digest] = (data, self._store.now())
 

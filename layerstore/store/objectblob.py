@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
-from layerstore.digest import Digest, Hasher
+from layerstore.digest import Digest
 from layerstore.errors import (
     ConflictError,
     CorruptError,
@@ -19,6 +18,7 @@ from layerstore.errors import (
     os_errors,
 )
 from layerstore.store.bucket import Bucket, Entry
+from layerstore.store.counting import CountedUpload
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -84,7 +84,10 @@ class ObjectBlob:
 class Landing(Protocol):
     """Where uploads go: a store, as they see it."""
 
-    spool: str | None
+    @property
+    def spool(self) -> str | None:
+        """Where uploads wait; None is the system's temporary directory."""
+        ...
 
     def arrive(self, digest: Digest, file: BinaryIO, size: int) -> None: ...
 
@@ -95,23 +98,14 @@ class Place(Landing, Protocol):
     bucket: Bucket
 
 
-class ObjectUpload:
+class ObjectUpload(CountedUpload):
     """A blob on its way: hashed and spooled here, since its name is known only when all of it has been written."""
 
     def __init__(self, place: Landing, algorithm: str) -> None:
+        super().__init__(algorithm)
         self._place = place
-        self._algorithm = algorithm
-        self._hasher: Hasher = hashlib.new(algorithm)
-        self._size = 0
         spool = tempfile.SpooledTemporaryFile(SMALL_BYTES, prefix="imgtool-", dir=place.spool)  # noqa: SIM115
         self._spool = cast(BinaryIO, spool)  # closed by __exit__
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def digest(self) -> Digest:
-        return Digest(self._algorithm, self._hasher.hexdigest())
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
@@ -121,16 +115,11 @@ class ObjectUpload:
         except BaseException:
             self._spool.close()
             raise
-        self._hasher.update(view)
-        self._size += view.nbytes
+        self.wrote(view)
 
     def commit(self, digest: Digest, size: int) -> None:
         try:
-            if digest.algorithm != self._algorithm:
-                raise UsageError(f"an upload for {self._algorithm} can't become {digest}")
-            if self._size != size:
-                raise CorruptError(f"blob {digest}", expected=f"{size} bytes", actual=f"{self._size}")
-            digest.check(self._hasher, f"blob {digest}")
+            self.check(digest, size)
             with spool_errors("read a spooled blob", self._place.spool):
                 self._spool.flush()
                 self._spool.seek(0)
@@ -143,6 +132,26 @@ class ObjectUpload:
 
     def __exit__(self, *exc: object) -> None:
         self._spool.close()
+
+
+def spooled(file: BinaryIO, spool: str | None) -> Callable[[int, int], bytes]:
+    """Reads what waits in ``file``, by offset and length."""
+
+    def read(offset: int, length: int) -> bytes:
+        with spool_errors("read a spooled blob", spool):
+            file.seek(offset)
+            return file.read(length)
+
+    return read
+
+
+@contextmanager
+def spooling(spool: str | None) -> Iterator[str]:
+    """A directory of one's own where blobs wait; gone at the end."""
+    with spool_errors("make a scratch directory", spool):
+        scratch = tempfile.TemporaryDirectory(prefix="imgtool-", dir=spool)
+    with scratch as path:
+        yield path
 
 
 @contextmanager

@@ -16,10 +16,9 @@ A listing tells which references and leases have changed since they were last re
 from __future__ import annotations
 
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import BinaryIO
 
@@ -49,7 +48,7 @@ from layerstore.store.format import (
 )
 from layerstore.store.locks import LOCK_SECONDS
 from layerstore.store.names import check_name, decode_name, encode_name
-from layerstore.store.objectblob import ObjectBlob, ObjectUpload, blob_key, spool_errors
+from layerstore.store.objectblob import ObjectBlob, ObjectUpload, blob_key, spooling
 from layerstore.store.objectlease import DIRECTORY as LEASES
 from layerstore.store.objectlease import ObjectLease
 from layerstore.store.protocol import ALGORITHMS, BlobInfo, Lease, Reference
@@ -248,12 +247,8 @@ class ObjectStore:
         self.bucket.send(blob_key(digest), file, size)
         self._saw(digest, size)
 
-    @contextmanager
-    def scratch(self) -> Iterator[str]:
-        with spool_errors("make a scratch directory", self.spool):
-            scratch = tempfile.TemporaryDirectory(prefix="imgtool-", dir=self.spool)
-        with scratch as path:
-            yield path
+    def scratch(self) -> AbstractContextManager[str]:
+        return spooling(self.spool)
 
     def lease(self, *, seconds: int = 86_400) -> ObjectLease:
         if seconds <= 0:

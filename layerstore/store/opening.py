@@ -30,12 +30,18 @@ SCHEMES = ("file", "http", "https", "s3", "oci", "oci+http")
 """Those of this project; all others are fsspec's."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_BETWEEN_MIRRORS = "|"
-"""As ``composition`` has it; no path of a store that is given for itself has one."""
+BETWEEN_MIRRORS = "|"
+"""In a location, where one of them is a URL: the mirrors of a store, the first first."""
 
 
 def is_url(location: str) -> bool:
     return _SCHEME.match(location) is not None
+
+
+def mirrors_of(location: str) -> list[str]:
+    """The locations of several mirrors, or this one: a path may have the mark in it."""
+    parts = location.split(BETWEEN_MIRRORS)
+    return parts if any(map(is_url, parts)) else [location]
 
 
 def open_store(location: str) -> Store:
@@ -48,10 +54,11 @@ def open_store(location: str) -> Store:
         CorruptError: its marker can't be parsed.
         UnavailableError: it can't be reached.
     """
-    if _BETWEEN_MIRRORS in location and any(map(is_url, location.split(_BETWEEN_MIRRORS))):
+    mirrors = mirrors_of(location)
+    if len(mirrors) > 1:
         from layerstore.store.composition import mirrored
 
-        return mirrored(location.split(_BETWEEN_MIRRORS), open_store)
+        return mirrored(mirrors, open_store)
     if _scheme(location) in ("http", "https"):
         from layerstore.store.http import HttpStore
 
@@ -75,7 +82,7 @@ def open_write_store(location: str, *, create: bool, spool: str | None = None) -
     if scheme in (None, "file"):
         path = location if scheme is None else _path(location)
         return DirectoryStore.create(path) if create else DirectoryStore(path)
-    if scheme in ("http", "https") or _BETWEEN_MIRRORS in location:
+    if scheme in ("http", "https") or len(mirrors_of(location)) > 1:
         # The message doesn't repeat the location, for it may have credentials.
         raise UsageError(
             "a store behind a web server, or one of several mirrors, can only be read: name the place where it is "

@@ -20,11 +20,10 @@ What a registry can't do, and what follows:
 from __future__ import annotations
 
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import BinaryIO, TypeVar
 
 from layerstore.digest import Digest
@@ -52,7 +51,7 @@ from layerstore.registry.tags import decode_tag, encode_tag
 from layerstore.registry.uploads import Uploads
 from layerstore.store.heldblob import WholeBlob
 from layerstore.store.names import check_name
-from layerstore.store.objectblob import ObjectUpload, spool_errors
+from layerstore.store.objectblob import ObjectUpload, spooled, spooling
 from layerstore.store.protocol import ALGORITHMS, Blob, Lease, Reference
 from layerstore.store.registryblob import RegistryBlob
 
@@ -66,11 +65,6 @@ RESENT_BYTES = 64 << 10
 """What is no larger is written without a look whether it is there, which would cost as much."""
 LOOKS = 8
 """Questions to the registry at a time."""
-COLLECTION = (
-    "a registry reclaims what no tag reaches by its own garbage collection, which its operator runs: delete names with "
-    "imgtool rm, then see the registry's manual"
-)
-"""For who wants to collect here."""
 
 
 class RegistryStore:
@@ -201,12 +195,8 @@ class RegistryStore:
             raise UsageError(f"blobs are named by {' or '.join(ALGORITHMS)}, not by {algorithm!r}")
         return ObjectUpload(self, algorithm)
 
-    @contextmanager
-    def scratch(self) -> Iterator[str]:
-        with spool_errors("make a scratch directory", self.spool):
-            scratch = tempfile.TemporaryDirectory(prefix="imgtool-", dir=self.spool)
-        with scratch as path:
-            yield path
+    def scratch(self) -> AbstractContextManager[str]:
+        return spooling(self.spool)
 
     def lease(self, *, seconds: int = 86_400) -> RegistryLease:
         if seconds <= 0:
@@ -258,12 +248,7 @@ class RegistryStore:
 
     def arrive(self, digest: Digest, file: BinaryIO, size: int) -> None:
         """The end of an upload, whose bytes have been checked: they become a manifest if they are one."""
-
-        def read(offset: int, length: int) -> bytes:
-            with spool_errors("read a spooled blob", self.spool):
-                file.seek(offset)
-                return file.read(length)
-
+        read = spooled(file, self.spool)
         if size <= MANIFEST_BYTES and (data := read(0, size))[:1] == b"{" and self._arrive_manifest(digest, data):
             return
         if size > RESENT_BYTES and (self._known.has(digest, size) or self._has(digest, size)):

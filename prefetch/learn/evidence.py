@@ -124,10 +124,6 @@ class Corpus:
         """Whether some layer of run ``number`` has the pack."""
         return pack in self._packs_of[number]
 
-    def has_layer(self, number: int, layer: int) -> bool:
-        """Whether run ``number`` is over the layer."""
-        return layer in self._layers_of[number]
-
     def evidence(self, chosen: Iterable[int] | None = None) -> Evidence:
         """Of some runs, by their numbers; of all if not given."""
         numbers = tuple(range(len(self.runs)) if chosen is None else sorted(chosen))

@@ -182,7 +182,6 @@ class Validation:
     ) -> None:
         """Raises UsageError if so many can't be held out."""
         self.folds = folds(len(corpus.runs), holdout)
-        self._corpus = corpus
         self._examination = Examination(sizes, link, costs)
         self._prepared = self._examination.prepare(Program(run, sizes) for run in corpus.runs)
         self._budget = budget

@@ -159,7 +159,7 @@ def test_nri_csv_has_sizes_and_times() -> None:
         (b"t", 3 << 30, 9),
         (b"odd", None, 4),
     ]
-    assert found.skipped == {"no time": 1, "not an absolute path": 1, "not three fields": 1}
+    assert found.skipped == {"no time": 1, "not an absolute path": 1, "not 3 fields": 1}
 
 
 @pytest.mark.parametrize("data", [b"", b"path,size\n", b"/a,1,2\n", b'path,size,elapsed\n"/a,1,2\n'])
@@ -324,7 +324,7 @@ def test_ranges_that_are_none_are_skipped() -> None:
     data = b"path,offset,length\n/a,0\n/a,-1,5\n/a,1.0,5\n/a,0,0\n/a,0,%d\n/a,x,y\n/b,7,1\n" % (MAX_TIME + 1)
     found = paths.read_ranges(data, "r")
     assert found.wanted == [Wanted(b"b", Kind.FILE, ((7, 1),))]
-    assert found.skipped == {"not three fields": 1, "no range": 5}
+    assert found.skipped == {"not 3 fields": 1, "no range": 5}
     with pytest.raises(MalformedError, match="path,offset,length"):
         paths.read_ranges(b"/a,0,1\n", "r")
 

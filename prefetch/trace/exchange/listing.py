@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -162,6 +162,23 @@ def rows(data: bytes, what: str) -> Iterator[list[bytes]]:
         except csv.Error as error:
             raise MalformedError(f"{what}, line {reader.line_num}: {error}") from error
         yield [text.encode("utf-8", "surrogateescape") for text in record]
+
+
+def records(data: bytes, header: Sequence[bytes], listing: Listing, what: str) -> Iterator[list[bytes]]:
+    """The records below a line of headings; empty ones are passed over, those of another length counted as skipped.
+
+    Raises:
+        LimitError: see :func:`rows`.
+        MalformedError: see there, or it begins with something else.
+    """
+    found = rows(data, what)
+    if next(found, None) != list(header):
+        raise MalformedError(f"{what} doesn't begin with the line {b','.join(header).decode()}")
+    for record in found:
+        if len(record) == len(header):
+            yield record
+        elif record:
+            listing.skip(f"not {len(header)} fields")
 
 
 def row(fields: Iterable[bytes]) -> bytes:

@@ -6,8 +6,7 @@ and elapsed in microseconds; with the plugin's ``readable`` the last two are suc
 
 from __future__ import annotations
 
-from layerstore.errors import MalformedError
-from prefetch.trace.exchange.listing import TOO_LONG, Kind, Listing, Wanted, fits, lines, number, rows
+from prefetch.trace.exchange.listing import TOO_LONG, Kind, Listing, Wanted, fits, lines, number, records
 
 HEADER = [b"path", b"size", b"elapsed"]
 _SIZES = {b"B": 1} | {bytes([letter]) + b"iB": 1 << 10 * power for power, letter in enumerate(b"KMGTPE", 1)}
@@ -32,15 +31,7 @@ def is_csv(data: bytes) -> bool:
 def read_csv(data: bytes, what: str) -> Listing:
     """Raises LimitError or MalformedError."""
     listing = Listing()
-    records = rows(data, what)
-    if next(records, None) != HEADER:
-        raise MalformedError(f"{what} doesn't begin with the line path,size,elapsed")
-    for record in records:
-        if not record:
-            continue
-        if len(record) != len(HEADER):
-            listing.skip("not three fields")
-            continue
+    for record in records(data, HEADER, listing, what):
         path, size, elapsed = record
         at = _quantity(elapsed, _TIMES)
         if not path.startswith(b"/"):

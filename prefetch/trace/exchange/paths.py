@@ -9,7 +9,7 @@ The CSV begins with the line ``path,offset,length``; the last two are bytes. Nei
 
 from __future__ import annotations
 
-from layerstore.errors import LimitError, MalformedError
+from layerstore.errors import LimitError
 from prefetch.trace.exchange.listing import (
     LIST_BYTES,
     TOO_LONG,
@@ -19,8 +19,8 @@ from prefetch.trace.exchange.listing import (
     fits,
     lines,
     number,
+    records,
     row,
-    rows,
 )
 from prefetch.trace.exchange.parts import NEWLINE, Exported, Parts, PathLines, by_path
 
@@ -66,15 +66,7 @@ def is_ranges(data: bytes) -> bool:
 def read_ranges(data: bytes, what: str) -> Listing:
     """Raises LimitError or MalformedError."""
     listing = Listing()
-    records = rows(data, what)
-    if next(records, None) != HEADER:
-        raise MalformedError(f"{what} doesn't begin with the line path,offset,length")
-    for record in records:
-        if not record:
-            continue
-        if len(record) != len(HEADER):
-            listing.skip("not three fields")
-            continue
+    for record in records(data, HEADER, listing, what):
         path, offset, length = record[0], number(record[1]), number(record[2])
         if not fits(path):
             listing.skip(TOO_LONG)
