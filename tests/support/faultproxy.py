@@ -16,33 +16,18 @@ from __future__ import annotations
 
 import http.client
 import socket
-import socketserver
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
-from support.httpstore import Exchange, Fault, StoreServer
+from support.httpstore import Exchange, Fault
+from support.listener import Listener, Request
 
 _HOP = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "proxy-connection", "expect"}
 )
-
-
-@dataclass
-class Request:
-    """As it came, and as it is sent on. ``target`` is path and query, decoded in ``shown``; headers in lower case."""
-
-    method: str
-    target: str
-    headers: dict[str, str]
-    body: bytes
-    times: int = 1
-
-    @property
-    def shown(self) -> str:
-        return unquote(self.target)
 
 
 @dataclass
@@ -128,36 +113,28 @@ class _Order:
 
 
 @dataclass
-class FaultProxy:
+class FaultProxy(Listener):
     """On a free port of the loopback interface; a thread for each connection. A context manager.
 
     Attributes:
         upstream: ``http://HOST:PORT`` of the server.
-        stalled: released once by each request that ``stall`` holds.
-        closing: set when the proxy is about to close.
     """
 
     upstream: str
-    stalled: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    closing: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.upstream)
         assert parts.hostname is not None and parts.port is not None
         self._address = parts.hostname, parts.port
-        self._lock = threading.Lock()
         self._faults: list[_Order] = []
         self._changes: list[_Order] = []
         self._seen: list[Seen] = []
         self._current: dict[int, Seen] = {}
-        self._open: set[socket.socket] = set()
-        self._server = _Server(self)
-        self._thread = threading.Thread(target=lambda: self._server.serve_forever(0.01), name="fault proxy")
-        self._thread.start()
+        self.listen("fault proxy")
 
     @property
     def url(self) -> str:
-        return "http://{}:{}".format(*self._server.server_address[:2])
+        return f"http://127.0.0.1:{self.port}"
 
     def misbehave(
         self,
@@ -202,40 +179,12 @@ class FaultProxy:
         """Bytes of answers, headers included."""
         return sum(each.sent for each in self.seen(path))
 
-    def close(self) -> None:
-        if self.closing.is_set():
-            return
-        self.closing.set()
-        self._server.shutdown()
-        self._thread.join()
-        with self._lock:
-            for connection in self._open:
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass  # the client was faster
-        self._server.server_close()
-
-    def __enter__(self) -> FaultProxy:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     # For the connections' threads
 
     def count(self, path: str, sent: int) -> None:
         """As exchanges tell it."""
         with self._lock:
             self._current[threading.get_ident()].sent += sent
-
-    def opened(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.add(connection)
-
-    def closed(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.discard(connection)
 
     def exchange(self, connection: socket.socket, request: Request) -> bool:
         """Do one; whether the connection stays open."""
@@ -249,14 +198,14 @@ class FaultProxy:
                     cast(Change, each.act)(request)
             order = next((each for each in self._faults if each.matches(request)), None)
         headers = {**original, ":method": request.method}
-        exchange = Exchange(cast(StoreServer, self), connection, request.shown.lstrip("/"), headers, b"", 200, {}, b"")
+        exchange = Exchange(self, connection, request.shown.lstrip("/"), headers, b"", 200, {}, b"")
         if order is None or order.reach:
             self._forward(request, exchange)
         if order is None:
             exchange.answer()
         else:
             cast(Fault, order.act)(exchange)
-        return exchange.keep and not self.closing.is_set()
+        return exchange.keep
 
     def _forward(self, request: Request, exchange: Exchange) -> None:
         for _ in range(request.times):
@@ -279,59 +228,3 @@ class FaultProxy:
                 exchange.body = body
             finally:
                 upstream.close()
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = False
-    request_queue_size = 128
-    allow_reuse_address = True
-
-    def __init__(self, owner: FaultProxy) -> None:
-        self.owner = owner
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
-        request.close()  # without the FIN that the method of the library sends: a reset has to be one
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        raise  # from the thread, where it fails the test
-
-
-class _Handler(socketserver.StreamRequestHandler):
-    disable_nagle_algorithm = True
-
-    def handle(self) -> None:
-        owner = cast(_Server, self.server).owner
-        owner.opened(self.connection)
-        try:
-            while (request := self._request()) is not None and owner.exchange(self.connection, request):
-                pass
-        except OSError:
-            pass  # the client has gone
-        finally:
-            owner.closed(self.connection)
-
-    def finish(self) -> None:
-        self.rfile.close()
-        self.wfile.close()
-
-    def _request(self) -> Request | None:
-        parts = self.rfile.readline(65_537).decode("latin-1").split()
-        if len(parts) != 3:
-            return None  # the end, or no HTTP
-        headers: dict[str, str] = {}
-        while (line := self.rfile.readline(65_537).decode("latin-1").strip()) != "":
-            name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
-        if headers.get("expect", "").lower() == "100-continue":
-            self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if headers.get("transfer-encoding", "").lower() == "chunked":
-            body = b""
-            while size := int(self.rfile.readline().partition(b";")[0], 16):
-                body += self.rfile.read(size)
-                self.rfile.readline()
-            while self.rfile.readline().strip():
-                pass
-        else:
-            body = self.rfile.read(int(headers.get("content-length", "0")))
-        return Request(parts[0], parts[1], headers, body)

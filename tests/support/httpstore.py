@@ -17,17 +17,17 @@ import http
 import json
 import os
 import socket
-import socketserver
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 from urllib.parse import unquote
 
 from layerstore.store.directory import DirectoryStore
 from layerstore.store.http import HttpStore
 from layerstore.store.protocol import PruneStore
+from support.listener import Listener, Request
 from support.stores import DirectoryBench
 
 PAGE = b"<!DOCTYPE html><html><body><h1>Please log in</h1></body></html>"
@@ -47,7 +47,7 @@ class Exchange:
         keep: whether the connection stays open afterwards.
     """
 
-    server: StoreServer
+    server: Listener
     connection: socket.socket
     path: str
     headers: Mapping[str, str]
@@ -224,35 +224,24 @@ class _Order:
 
 
 @dataclass
-class StoreServer:
+class StoreServer(Listener):
     """Serves a directory on the loopback interface, from a thread for each connection; a context manager.
 
     Attributes:
         root: what is served.
         listing: whether directories are listed, as nginx does in JSON.
         port: of 127.0.0.1; 0 takes a free one.
-        connections: how many were made.
-        stalled: released once by each request that ``stall`` holds.
-        closing: set when the server is about to close.
     """
 
     root: str
     listing: bool = False
     port: int = 0
-    connections: int = 0
-    stalled: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    closing: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
         self._orders: list[_Order] = []
         self._requests: list[tuple[str, Mapping[str, str]]] = []
         self._sent: list[tuple[str, int]] = []
-        self._open: set[socket.socket] = set()
-        self._server = _Server(self, self.port)
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=lambda: self._server.serve_forever(0.01), name="store server")
-        self._thread.start()
+        self.listen("store server", port=self.port)
 
     @property
     def url(self) -> str:
@@ -290,46 +279,20 @@ class StoreServer:
             self._sent.clear()
             self.connections = 0
 
-    def drop_connections(self) -> None:
-        """End all idle connections, as servers do after a while."""
-        with self._lock:
-            for connection in self._open:
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        if self.closing.is_set():
-            return
-        self.closing.set()
-        self._server.shutdown()
-        self._thread.join()
-        with self._lock:
-            for connection in self._open:
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass  # the client was faster
-        self._server.server_close()
-
-    def __enter__(self) -> StoreServer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     # For the connections' threads
 
     def count(self, path: str, sent: int) -> None:
         with self._lock:
             self._sent.append((path, sent))
 
-    def opened(self, connection: socket.socket) -> None:
-        with self._lock:
-            self.connections += 1
-            self._open.add(connection)
-
-    def closed(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.discard(connection)
+    def exchange(self, connection: socket.socket, request: Request) -> bool:
+        exchange = self.right_answer(connection, request.target, request.headers)
+        fault = self.fault_for(exchange.path, request.headers)
+        if fault is None:
+            exchange.answer()
+        else:
+            fault(exchange)
+        return exchange.keep
 
     def fault_for(self, path: str, headers: Mapping[str, str]) -> Fault | None:
         """Counts the request, too."""
@@ -384,59 +347,6 @@ def _serve(exchange: Exchange) -> None:
         Content_Type="application/octet-stream",
         Content_Range=f"bytes {first}-{last}/{size}",
     )
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = False
-    request_queue_size = 128
-
-    allow_reuse_address = True
-
-    def __init__(self, owner: StoreServer, port: int) -> None:
-        self.owner = owner
-        super().__init__(("127.0.0.1", port), _Handler)
-
-    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
-        request.close()  # without the FIN that the method of the library sends: a reset has to be one
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        raise  # from the thread, where it fails the test
-
-
-class _Handler(socketserver.StreamRequestHandler):
-    disable_nagle_algorithm = True
-
-    def handle(self) -> None:
-        owner = cast(_Server, self.server).owner
-        owner.opened(self.connection)
-        try:
-            while self._exchange(owner):
-                pass
-        except OSError:
-            pass  # the client has gone
-        finally:
-            owner.closed(self.connection)
-
-    def finish(self) -> None:
-        self.rfile.close()
-        self.wfile.close()
-
-    def _exchange(self, owner: StoreServer) -> bool:
-        line = self.rfile.readline(65_537).decode("latin-1")
-        parts = line.split()
-        if len(parts) != 3:
-            return False  # the end, or no HTTP
-        headers = {}
-        while (header := self.rfile.readline(65_537).decode("latin-1").strip()) != "":
-            name, _, value = header.partition(":")
-            headers[name.lower()] = value.strip()
-        exchange = owner.right_answer(self.connection, parts[1], headers)
-        fault = owner.fault_for(exchange.path, headers)
-        if fault is None:
-            exchange.answer()
-        else:
-            fault(exchange)
-        return exchange.keep and not owner.closing.is_set()
 
 
 class _Served:

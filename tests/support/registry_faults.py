@@ -18,7 +18,6 @@ import json
 import re
 import secrets
 import socket
-import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from typing import cast
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 from support.httpstore import PAGE, Exchange, Fault, requested_range
+from support.listener import Listener, Request
 
 JSON = "application/json"
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
@@ -127,7 +127,7 @@ class Gate:
 
 
 @dataclass
-class FakeRegistry:
+class FakeRegistry(Listener):
     """A registry on the loopback interface; a context manager.
 
     Attributes:
@@ -140,8 +140,6 @@ class FakeRegistry:
         location: makes the Location of an upload of its path, which has a query.
         elsewhere: makes the URL to which requests for a blob are sent of its digest; None: nowhere.
         gate: who may come in; None: everybody.
-        stalled: released once by each request that ``stall`` holds.
-        closing: set when it is about to close.
     """
 
     referrers_api: bool = False
@@ -157,19 +155,11 @@ class FakeRegistry:
     tls: Callable[[socket.socket], socket.socket] | None = None
     address: str = "127.0.0.1"
     repositories: dict[str, Repository] = field(default_factory=dict)
-    stalled: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    closing: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._lock = threading.RLock()
         self._orders: list[tuple[Fault, str, list[int | None], bool]] = []
         self._requests: list[tuple[str, Mapping[str, str]]] = []
-        self._open: set[socket.socket] = set()
-        self.connections = 0
-        self._server = _Server(self)
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=lambda: self._server.serve_forever(0.01), name="fake registry")
-        self._thread.start()
+        self.listen("fake registry", host=self.address, tls=self.tls)
 
     @property
     def host(self) -> str:
@@ -210,45 +200,16 @@ class FakeRegistry:
             self._requests.clear()
             self.connections = 0
 
-    def drop_connections(self) -> None:
-        """End all idle connections, as servers do after a while."""
-        with self._lock:
-            for connection in self._open:
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        if self.closing.is_set():
-            return
-        self.closing.set()
-        self._server.shutdown()
-        self._thread.join()
-        with self._lock:
-            for connection in self._open:
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass  # the client was faster
-        self._server.server_close()
-
-    def __enter__(self) -> FakeRegistry:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     # For the connections' threads
 
-    def count(self, path: str, sent: int) -> None:
-        """As faults ask of a server; nobody looks at it here."""
-
-    def opened(self, connection: socket.socket) -> None:
-        with self._lock:
-            self.connections += 1
-            self._open.add(connection)
-
-    def closed(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._open.discard(connection)
+    def exchange(self, connection: socket.socket, request: Request) -> bool:
+        found = self.fault_for(f"{request.method} {request.shown}", request.headers)
+        exchange = self.right_answer(connection, request, found is None or found[1])
+        if found is None:
+            exchange.answer()
+        else:
+            found[0](exchange)
+        return exchange.keep
 
     def fault_for(self, line: str, headers: Mapping[str, str]) -> tuple[Fault, bool] | None:
         with self._lock:
@@ -260,25 +221,22 @@ class FakeRegistry:
                     return fault, reach
         return None
 
-    def right_answer(
-        self, connection: socket.socket, method: str, target: str, headers: Mapping[str, str], body: bytes, reach: bool
-    ) -> RegistryExchange:
-        parts = urlsplit(target)
+    def right_answer(self, connection: socket.socket, request: Request, reach: bool) -> RegistryExchange:
+        parts = urlsplit(request.target)
         query = {name: values[-1] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
-        path = unquote(parts.path)
         exchange = RegistryExchange(
-            cast(object, self),
+            self,
             connection,
-            path,
-            headers,
+            unquote(parts.path),
+            request.headers,
             b"",
             404,
             {},
             b"",
             True,
-            method,
+            request.method,
             query,
-            body,  # type: ignore[arg-type]
+            request.body,
         )
         if reach:
             with self._lock:
@@ -517,68 +475,6 @@ def _referrers(repository: Repository, subject: str) -> list[object]:
             kind = document.get("artifactType") or document["config"]["mediaType"]
             found.append({"mediaType": media_type, "digest": digest, "size": len(data), "artifactType": kind})
     return found
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = False
-    request_queue_size = 128
-    allow_reuse_address = True
-
-    def __init__(self, owner: FakeRegistry) -> None:
-        self.owner = owner
-        super().__init__((owner.address, 0), _Handler)
-
-    def get_request(self) -> tuple[socket.socket, object]:
-        connection, address = super().get_request()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection, address
-
-    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
-        request.close()  # without the FIN that the method of the library sends: a reset has to be one
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        raise  # from the thread, where it fails the test
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        owner = cast(_Server, self.server).owner
-        connection: socket.socket = self.request
-        try:
-            if owner.tls is not None:
-                connection = owner.tls(connection)
-        except OSError:
-            return  # the client doesn't trust us
-        owner.opened(connection)
-        with connection.makefile("rb") as file:
-            try:
-                while self._exchange(owner, connection, file):
-                    pass
-            except OSError:
-                pass  # the client has gone
-            finally:
-                owner.closed(connection)
-                if connection is not self.request:
-                    connection.close()
-
-    def _exchange(self, owner: FakeRegistry, connection: socket.socket, file: socket.SocketIO) -> bool:
-        parts = file.readline(65_537).decode("latin-1").split()
-        if len(parts) != 3:
-            return False  # the end, or no HTTP
-        headers = {}
-        while (header := file.readline(65_537).decode("latin-1").strip()) != "":
-            name, _, value = header.partition(":")
-            headers[name.lower()] = value.strip()
-        method, target = parts[0], parts[1]
-        body = file.read(int(headers.get("content-length", 0)))
-        found = owner.fault_for(f"{method} {unquote(target)}", headers)
-        reach = found is None or found[1]
-        exchange = owner.right_answer(connection, method, target, headers, body or b"", reach)
-        if found is None:
-            exchange.answer()
-        else:
-            found[0](exchange)
-        return exchange.keep and not owner.closing.is_set()
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
