@@ -120,7 +120,9 @@ class Node:
         self.fetcher = Fetcher(self.stores.open, self._make_room, threads=threads, observer=observer, ahead=ReadAhead())
         self.sandboxes = Sandboxes(self.root)
         self.layers = ReadyLayers(self.cache, self.fetcher)
-        self.planned = PlannedStarts(self.root, self.fetcher, bandwidth=bandwidth, warn=warn)
+        self.planned = PlannedStarts(
+            self.root, self.fetcher, uses=self.cache.metadata.uses_of, bandwidth=bandwidth, warn=warn
+        )
         self._recorded = RecordedSandboxes(self.root, self.cache, warn)
         self._renewing = threading.Lock()
         """Held around mounting a layer anew. Taken before ``_lock``."""

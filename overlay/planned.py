@@ -24,6 +24,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from layerstore.cache.metadata import PackUse
 from layerstore.cache.packs import CachedPack
 from layerstore.digest import Digest
 from layerstore.errors import ImgtoolError, NotFoundError, PermissionError_, UnavailableError, printable
@@ -224,6 +225,7 @@ class _Waiting:
     """Somebody whose layers a store is being asked about."""
 
     planned: PlannedStart
+    layers: tuple[Digest, ...]
     packs: tuple[CachedPack, ...]
     unplanned: frozenset[Digest]
 
@@ -236,10 +238,20 @@ class PlannedStarts:
         root: str,
         fetcher: Fetcher,
         *,
+        uses: Callable[[str], Sequence[PackUse]],
         bandwidth: int | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``bandwidth``: bytes a second from stores for all replays together; ``warn`` is told what is damaged."""
+        """Start nothing yet.
+
+        Args:
+            root: of the node.
+            fetcher: brings what is planned.
+            uses: what a layer refers to of its packs, by the hex of its metadata image; raises ImgtoolError.
+            bandwidth: bytes a second from stores for all replays together.
+            warn: is told what is damaged.
+        """
+        self._uses = uses
         self.shelf = Shelf(root)
         self._directories = (f"{root}/plans", f"{root}/plans/layers")
         self._replays = Replays(fetcher, bandwidth=bandwidth)
@@ -363,7 +375,7 @@ class PlannedStarts:
             planned.known()
             if store is not None and planned.choice == AUTO and not planned.ended:
                 unasked = tuple(self.shelf.unasked(layers))
-                waiting = _Waiting(planned, packs, frozenset(decision.unplanned))
+                waiting = _Waiting(planned, layers, packs, frozenset(decision.unplanned))
                 asking = bool(unasked) and self._ask(waiting, unasked, store)
         except ImgtoolError as error:
             self._trouble("damaged", str(error))
@@ -375,7 +387,10 @@ class PlannedStarts:
     def _decide(self, choice: str, layers: tuple[Digest, ...], packs: tuple[CachedPack, ...]) -> Decision:
         """Raises ImgtoolError: the plan of this name can't be read."""
         stamp = self._stamp()
-        found = self.shelf.find(layers) if choice == AUTO else [self.shelf.load(choice)]
+        if choice == AUTO:
+            found = self.shelf.find(layers, [pack.digest for pack in packs])
+        else:
+            found = [self.shelf.load(choice)]
         problems = self.shelf.problems() if choice == AUTO else []
         for problem in problems:
             self._trouble("damaged", problem)
@@ -392,7 +407,7 @@ class PlannedStarts:
     def _matched(
         self, plans: Sequence[Plan], layers: Sequence[Digest], packs: tuple[CachedPack, ...], problems: Sequence[str]
     ) -> Decision:
-        matched = match(plans, packs)
+        matched = match(plans, packs, self._used(layers))
         said = list(problems)
         if matched.coverage.unmatched:
             names = ", ".join(map(_shown, plans))
@@ -406,6 +421,13 @@ class PlannedStarts:
             tuple(layer for layer in layers if layer not in planned),
             tuple(said),
         )
+
+    def _used(self, layers: Sequence[Digest]) -> list[PackUse] | None:
+        """What the layers refer to of their packs; None if that isn't known of one of them."""
+        try:
+            return [use for layer in layers for use in self._uses(layer.hex)]
+        except ImgtoolError:
+            return None
 
     def _recall(self, choice: str, layers: tuple[Digest, ...], packs: tuple[CachedPack, ...]) -> Decision | None:
         """What was decided a moment ago, if nothing has changed since."""
@@ -482,9 +504,9 @@ class PlannedStarts:
                 waiting.planned.troubled(problem)
             fitting = [plan for plan in plans if any(part.metadata in waiting.unplanned for part in plan.parts)]
             if fitting and not waiting.planned.ended:
-                alike = waiting.packs, waiting.unplanned
+                alike = waiting.layers, waiting.packs, waiting.unplanned
                 if alike not in decided:
-                    decided[alike] = self._matched(fitting, (), waiting.packs, ())
+                    decided[alike] = self._matched(fitting, waiting.layers, waiting.packs, ())
                 waiting.planned.follow(decided[alike], self._follow)
         finally:
             waiting.planned.settled()

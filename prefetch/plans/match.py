@@ -1,19 +1,24 @@
 """What of plans a node can fetch: ranges of packs that it has open, as frames. The rest is counted.
 
 A pack is found by its digest alone, so it doesn't matter which layer of which build refers to it, nor in which order.
+Of a pack only what the image refers to is worth fetching: another build has some of its files elsewhere.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from layerstore.cache.metadata import PackUse
 from layerstore.cache.packs import CachedPack
+from layerstore.pack.format import BLOCK_SIZE
 from prefetch.plans.format import Plan, PlannedRange
 
 NO_PACK = "pack not in this image"
 BEYOND = "beyond the pack"
+UNUSED = "not of this image"
 
 
 class PlannedFrame(NamedTuple):
@@ -56,12 +61,18 @@ class Matched:
     coverage: Coverage
 
 
-def match(plans: Sequence[Plan], packs: Sequence[CachedPack]) -> Matched:
+def match(plans: Sequence[Plan], packs: Sequence[CachedPack], uses: Iterable[PackUse] | None = None) -> Matched:
     """The frames of ``packs`` that ``plans`` are about: due when the first of them says so, as likely as the likeliest.
+
+    ``uses`` says what the image refers to; None: that isn't known, and all counts. A range of which it refers to any
+    block is matched.
 
     Takes time for each range and for each frame, however often they overlap.
     """
     known = {pack.hex: pack for pack in packs}
+    referred: dict[str, list[tuple[tuple[int, int], ...]]] = {}
+    for use in uses or ():
+        referred.setdefault(use.pack, []).append(use.runs)
     wanted: dict[str, list[tuple[PlannedRange, range]]] = {hex: [] for hex in known}
     ranges = raw = matched = matched_raw = 0
     unmatched: dict[str, int] = {}
@@ -70,8 +81,15 @@ def match(plans: Sequence[Plan], packs: Sequence[CachedPack]) -> Matched:
             ranges += 1
             raw += planned.length
             pack = known.get(part.packs[planned.device - 1].hex)
-            if pack is None or planned.offset >= pack.index.raw_size:
-                reason = NO_PACK if pack is None else BEYOND
+            if pack is None:
+                reason = NO_PACK
+            elif planned.offset >= pack.index.raw_size:
+                reason = BEYOND
+            elif uses is not None and not any(_touches(runs, planned) for runs in referred.get(pack.hex, ())):
+                reason = UNUSED
+            else:
+                reason = ""
+            if pack is None or reason:
                 unmatched[reason] = unmatched.get(reason, 0) + 1
                 continue
             length = min(planned.length, pack.index.raw_size - planned.offset)
@@ -89,6 +107,13 @@ def match(plans: Sequence[Plan], packs: Sequence[CachedPack]) -> Matched:
         tuple(PlannedFrame(ordered[order], number, due, chance) for due, order, number, chance in fetches),
         Coverage(ranges, raw, matched, matched_raw, unmatched),
     )
+
+
+def _touches(runs: Sequence[tuple[int, int]], planned: PlannedRange) -> bool:
+    """Whether sorted, disjoint runs of blocks (first, count) have any of the range's."""
+    last = (planned.end - 1) // BLOCK_SIZE
+    at = bisect_right(runs, (last, 1 << 62)) - 1
+    return at >= 0 and sum(runs[at]) * BLOCK_SIZE > planned.offset
 
 
 def _frames(wanted: Sequence[tuple[PlannedRange, range]], count: int) -> Iterator[tuple[int, int, int]]:

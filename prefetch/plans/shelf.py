@@ -20,15 +20,15 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from layerstore import staging
 from layerstore.digest import Digest
 from layerstore.errors import ImgtoolError, NotFoundError, UsageError, from_os_error, os_errors, printable
 from layerstore.store.names import check_name
-from prefetch.plans.format import PLAN_BYTES, Plan, encode_plan, number, parse_plan
+from prefetch.plans.format import PLAN_BYTES, Plan, PlanPart, encode_plan, number, parse_plan
 
 DIRECTORY = "plans"
 LAYERS = "layers"
@@ -47,6 +47,10 @@ KEPT_SECONDS = 86_400.0
 CHECK_SECONDS = 1.0
 """A directory whose time hasn't changed is looked through again after this: two changes can be made within a tick of
 the file system's clock, and a file that is written in place changes no directory."""
+
+NEAR = 0.5
+"""Share of what is planned of a layer that lies in an image's packs, from which it is taken for another build of one of
+the image's layers. Point releases share nine tenths; layers of different things share what their base has, too."""
 
 RANGES_IN_MEMORY = 200_000
 """Of all plans together; a range takes about 300 bytes. The plans asked for last stay."""
@@ -71,7 +75,8 @@ class _File:
         layers: that it has ranges for; empty if it is damaged. Of a kept plan that hasn't been read: its layer.
         gap: share of the gap between cold and warm that it closes by its score; None if nothing is said.
         problem: why it can't be used.
-        read: the three say what is in the file.
+        read: the others say what is in the file.
+        planned: of each layer, planned bytes by pack.
     """
 
     path: str
@@ -80,6 +85,7 @@ class _File:
     gap: float | None
     problem: str | None = None
     read: bool = False
+    planned: Mapping[Digest, Mapping[Digest, int]] = field(default_factory=dict)
 
 
 class Shelf:
@@ -177,13 +183,17 @@ class Shelf:
 
     # -- by layer ------------------------------------------------------------------------------------------------------
 
-    def find(self, layers: Sequence[Digest]) -> list[Plan]:
+    def find(self, layers: Sequence[Digest], packs: Iterable[Digest] = ()) -> list[Plan]:
         """The plans for the layers of an image, best first, each layer's ranges from the best plan that has some.
 
         A plan is better than another if it has ranges for more of the layers, then if it closes more of the gap between
         cold and warm by its own score (one that has none comes last), then if it was saved here rather than kept from a
         store, then by name. Of each plan only the parts are returned that no better one has: fetching what several
         plans for different runs want would be fetching what this run doesn't.
+
+        A layer without a plan may be another build of one that has: then they share ``packs``, which are those of the
+        image. So for each such layer at most one part more is returned, of plans saved here, that is for the most part
+        about packs which none of the others is about.
 
         What is damaged is left out; see :meth:`problems`.
         """
@@ -207,7 +217,30 @@ class Shelf:
                     continue  # damaged or changed since it was read
                 found.append(replace(plan, parts=tuple(part for part in plan.parts if part.metadata in left)))
                 left -= best[2].layers
-            return found
+            about = {pack for plan in found for part in plan.parts for pack in part.packs}
+            return found + self._near(len(left), set(packs) - about, set(layers))
+
+    def _near(self, most: int, packs: set[Digest], layers: set[Digest]) -> list[Plan]:
+        """Parts of plans for other builds: at most so many, the nearest first."""
+        found: list[Plan] = []
+        while len(found) < most and packs:
+            near = [
+                (-share, math.inf if file.gap is None else -file.gap, name, layer, file)
+                for name, file in self._named.items()
+                for layer, planned in file.planned.items()
+                if layer not in layers and (share := _share(planned, packs)) >= NEAR
+            ]
+            if not near:
+                break
+            *_, layer, file = min(near, key=lambda each: each[:3])
+            layers = layers | {layer}
+            plan = self._plan(file)
+            if plan is None:
+                continue  # damaged or changed since it was read
+            parts = tuple(part for part in plan.parts if part.metadata == layer)
+            found.append(replace(plan, parts=parts))
+            packs = packs - {pack for part in parts for pack in part.packs}
+        return found
 
     def keep(self, layer: Digest, plan: Plan | None) -> None:
         """Remember what a store said of a layer: its plan, or that it has none.
@@ -354,7 +387,7 @@ class Shelf:
         try:
             plan = read_plan(file.path)
         except ImgtoolError as error:
-            file.layers, file.gap, file.problem = frozenset(), None, str(error)
+            file.layers, file.gap, file.problem, file.planned = frozenset(), None, str(error), {}
             if isinstance(error, NotFoundError):
                 file.problem = None  # removed since it was listed
             self._plans.pop(file.path, None)
@@ -363,6 +396,7 @@ class Shelf:
             file.read = True
         file.layers = frozenset(part.metadata for part in plan.parts if part.ranges)
         file.gap, file.problem = number(plan.score.get("gap_closed")), None
+        file.planned = {part.metadata: _planned(part) for part in plan.parts if part.ranges}
         self._plans[file.path] = (file.signature, plan)
         self._plans.move_to_end(file.path)
         left = sum(_ranges(each) for _, each in self._plans.values())
@@ -387,6 +421,20 @@ def read_plan(path: str) -> Plan:
 def _rank(file: _File, wanted: set[Digest], kept: int, name: str) -> tuple[int, float, int, str]:
     """Smaller is better."""
     return -len(file.layers & wanted), math.inf if file.gap is None else -file.gap, kept, name
+
+
+def _planned(part: PlanPart) -> dict[Digest, int]:
+    """Bytes by pack."""
+    found: dict[Digest, int] = {}
+    for planned in part.ranges:
+        pack = part.packs[planned.device - 1]
+        found[pack] = found.get(pack, 0) + planned.length
+    return found
+
+
+def _share(planned: Mapping[Digest, int], packs: set[Digest]) -> float:
+    """Of what is planned, how much lies in these packs."""
+    return sum(size for pack, size in planned.items() if pack in packs) / sum(planned.values())
 
 
 def _ranges(plan: Plan) -> int:

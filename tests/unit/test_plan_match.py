@@ -9,11 +9,12 @@ import pytest
 from support.fetchers import OTHER, SMALL, Bench, a_bench
 from support.fetching import SmallPack, small_pack
 
+from layerstore.cache.metadata import PackUse
 from layerstore.cache.packs import CachedPack
 from layerstore.digest import Digest
 from layerstore.pack.format import BLOCK_SIZE
 from prefetch.plans.format import CERTAIN, Plan, PlannedRange, PlanPart
-from prefetch.plans.match import BEYOND, NO_PACK, Coverage, match
+from prefetch.plans.match import BEYOND, NO_PACK, UNUSED, Coverage, match
 
 FRAME = 2 * BLOCK_SIZE
 
@@ -98,3 +99,12 @@ def test_ranges_that_overlap_again_and_again(packs: list[CachedPack]) -> None:
         (number, 1, CERTAIN) for number in range(40)
     ]
     assert found.coverage.matched_ranges == 20_000
+
+
+def test_what_the_image_does_not_refer_to_is_not_fetched(packs: list[CachedPack]) -> None:
+    plan = Plan((part(blocks(1, 0, 2), blocks(1, 4, 2), blocks(1, 9, 1), blocks(2, 0, 1)),))
+    uses = [PackUse(SMALL.stored.digest.hex, ((1, 1), (3, 1))), PackUse(SMALL.stored.digest.hex, ((8, 3),))]
+    matched = match([plan], packs, uses)
+    assert [(packs.index(each.pack), each.number) for each in matched.fetches] == [(0, 0), (0, 4)]
+    assert matched.coverage == Coverage(4, 6 * BLOCK_SIZE, 2, 3 * BLOCK_SIZE, {UNUSED: 2})
+    assert match([plan], packs, ()).coverage.unmatched == {UNUSED: 4}

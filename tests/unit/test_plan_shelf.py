@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.faults import fsync_for_free
-from support.plans import layer_digest, part, plan
+from support.plans import layer_digest, pack_digest, part, plan
 
 from layerstore.digest import Digest
 from layerstore.errors import LimitError, MalformedError, NoSpaceError, NotFoundError, UsageError
@@ -147,6 +147,19 @@ def test_each_layer_is_planned_by_one_plan_alone(shelf: Shelf) -> None:
         ("gcc", [L3]),
     ]
     assert found[0].parts[0].ranges == part(1, 5).ranges and found[0].score == {"gap_closed": 0.8}
+
+
+def test_a_layer_without_a_plan_may_be_another_build_of_one_that_has(shelf: Shelf) -> None:
+    base, old, new, other = (pack_digest(number) for number in (1, 20, 21, 30))
+    shelf.save(plan(part(1), name="base"))
+    shelf.save(plan(part(2, 4, (old, base)), part(1), name="old"))
+    shelf.save(plan(PlanPart(L3, (base, other), part(1, 6).ranges), name="stranger", gap=1.0))  # of files that base has
+    packs = [base, new, old]
+    assert shelf.find([L1, layer_digest(9)]) == shelf.find([L1])
+    found = shelf.find([L1, layer_digest(9)], packs)
+    assert [(each.name, [one.metadata for one in each.parts]) for each in found] == [("base", [L1]), ("old", [L2])]
+    assert names(shelf.find([L1, L2], packs)) == ["old"], "it has a plan of its own"
+    assert names(shelf.find([L1, layer_digest(9)], [base, new])) == ["base"], "they share nothing of what is planned"
 
 
 def test_parts_for_other_layers_and_parts_without_ranges_count_for_nothing(shelf: Shelf) -> None:

@@ -43,13 +43,17 @@ class Bench:
         self.cache = Cache(self.root)
         self.fetcher = Fetcher(lambda location: self.store, lambda wanted, keep: 0)
         self.warnings: list[str] = []
-        self.starts = PlannedStarts(self.root, self.fetcher, warn=self.warnings.append)
+        self.starts = PlannedStarts(
+            self.root, self.fetcher, uses=self.cache.metadata.uses_of, warn=self.warnings.append
+        )
 
     def image(self, name: str) -> Image:
         return load_image(self.store, name)
 
     def begin(self, choice: str = "auto", name: str = "one", *, store: Store | None = None) -> PlannedStart:
         image = self.image(name)
+        for layer in image.layers:
+            self.cache.metadata.ensure(layer, self.store)
         packs = [self.cache.pack(pack, self.store) for layer in image.layers for pack in layer.packs]
         return self.starts.begin(choice, [layer.metadata for layer in image.layers], packs, store)
 
@@ -244,7 +248,7 @@ def test_a_mistake_of_ours_settles_the_start_all_the_same(bench: Bench, monkeypa
     monkeypatch.setattr(published, "fetch", wrong)
     start = bench.begin(store=bench.store)
     until(lambda: start.document()["state"] == "none", "it is settled")
-    monkeypatch.setattr(bench.starts.shelf, "find", lambda layers: 1 / 0)
+    monkeypatch.setattr(bench.starts.shelf, "find", lambda layers, packs: 1 / 0)
     bench.starts.shelf.save(bench.plan("tests"))  # what was remembered is no longer believed
     other = bench.begin()
     until(lambda: other.document()["state"] == "none", "it is settled")
@@ -272,9 +276,9 @@ def test_a_look_up_that_takes_long_goes_on_beside_the_start(bench: Bench, monkey
     may = threading.Event()
     find = bench.starts.shelf.find
 
-    def slow(layers: list[Digest]) -> list[Plan]:
+    def slow(layers: list[Digest], packs: list[Digest]) -> list[Plan]:
         assert may.wait(30)
-        return find(layers)
+        return find(layers, packs)
 
     monkeypatch.setattr(bench.starts.shelf, "find", slow)
     start = bench.begin()
@@ -404,3 +408,23 @@ def test_two_plans_may_have_parts_of_one_image(bench: Bench) -> None:
     bench.starts.shelf.save(saved)
     assert whole(bench.begin())
     assert whole(bench.begin(name="two"))
+
+
+def test_a_plan_of_another_build_serves_by_what_both_share(bench: Bench) -> None:
+    """Nobody has re-mapped it, and its layer isn't this one: what both refer to lies in the same pack."""
+    bench.starts.shelf.save(bench.plan("old"))
+    tree = bench.site.path / "one"
+    (tree / "f1").write_bytes(expected("another", 0, 600_000))
+    bench.site.convert(f"tree:{tree}", tag="next")
+    assert bench.image("next").layers[0].metadata != bench.image("one").layers[0].metadata
+    start = bench.begin(name="next")
+    try:
+        assert whole(start)
+        document = start.document()
+        assert document["plan"] == "old"
+        planned, matched = start.coverage()
+        assert 0 < matched < planned  # f0 is where it was, f1 is elsewhere
+        assert any("not of this image" in problem for problem in document["problems"])
+    finally:
+        bench.starts.end(start)
+    assert bench.begin(name="two").document()["plan"] is None  # which shares nothing
